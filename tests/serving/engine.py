@@ -3,10 +3,11 @@ compared with those of the states that the layer was given, coded anew, and its 
 attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
-firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts,
-parallel, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a function here.
-On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
-name, in bf16."""
+firsts_short, exact, exact_windows, exact_learnt, exact_states, learnt, states, offload,
+offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts,
+parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a
+function here. On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is
+chosen by its name, in bf16."""
 
 import json
 import multiprocessing
@@ -27,16 +28,13 @@ os.environ |= {
 }
 os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
 
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    NemotronHConfig,
-    NemotronHForCausalLM,
 )
 
 SIZES = dict(
@@ -102,8 +100,8 @@ def gpt_oss(folder):
     "A learnt logit in each head's softmax, experts, every second layer with a window."
     torch.manual_seed(0)
     sizes = SIZES | dict(num_hidden_layers=4, intermediate_size=128, initializer_range=0.2)
-    model = GptOssForCausalLM(
-        GptOssConfig(
+    model = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
             **sizes,
             sliding_window=100,
             num_local_experts=4,
@@ -123,8 +121,8 @@ def nemotron_h(folder):
     torch.manual_seed(0)
     sizes = SIZES | dict(initializer_range=0.2)
     del sizes["num_hidden_layers"]
-    model = NemotronHForCausalLM(
-        NemotronHConfig(
+    model = transformers.NemotronHForCausalLM(
+        transformers.NemotronHConfig(
             **sizes,
             layers_block_type=["mamba", "attention", "mamba", "mlp", "attention", "mamba"],
             ssm_state_size=32,
@@ -459,13 +457,15 @@ def dense(path, prompts=None):
     one runs, too."""
     if prompts is None:
         prompts = json.loads((Path(path) / "prompts.json").read_text())
-        llm = engine(str(path), 400, additional_config={})
+        own = dict(attention_backend=None) if CUDA else {}
+        llm = engine(str(path), 400, additional_config={}, **own)
         return dict(
             tokens=[list(o.outputs[0].token_ids) for o in generate(llm, prompts, sampled(40))]
         )
     (Path(path) / "prompts.json").write_text(json.dumps(prompts))
     line = [sys.executable, __file__, path, "dense"]
-    done = subprocess.run(line, capture_output=True, text=True)
+    without = os.environ | {"VLLM_PLUGINS": ""}
+    done = subprocess.run(line, capture_output=True, text=True, env=without)
     assert not done.returncode, done.stderr[-3000:]
     found = next(x for x in done.stdout.splitlines() if x.startswith("RESULT "))
     return json.loads(found[7:])["tokens"]
