@@ -14,11 +14,12 @@ import warnings
 
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from plan import Plan
+from turboquant_nb.cli.plan import CacheSize, plain_bytes
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Recipe
 
@@ -327,6 +328,31 @@ def asked(model, recipe=EXACT) -> tuple:
     return made, how, why
 
 
+def sizes(kind: type) -> dict:
+    """What k3v3 codes of a token in one layer and what bf16 takes, in bytes, and the centre of
+    keys, by the sizes that a configuration of this class has by itself. Empty where it has none
+    with attention, or keys and values of sizes that it does not say in one place."""
+    config = kind.config_class()
+    if getattr(config, "is_encoder_decoder", False):
+        config.is_encoder_decoder = False
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, "is_decoder"):
+        text.is_decoder = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            held = CacheSize(config, "k3v3", torch.bfloat16)
+            parts = held.parts
+    except (KeyError, ValueError):
+        return {}
+    count = len({x.index for x in held.layers})
+    coded = sum(each for _, each, _ in parts) / held.tile / count
+    plain = plain_bytes(config, 2, 1, 2) / 2 / count
+    own = (x for x in held.layers if x.place[1] != "index")  # keys of an index have another
+    centres = ", ".join(dict.fromkeys(x.recipe.key.center for x in own))
+    return {"centre": centres, "bytes": round(coded, 1), "bf16": round(plain, 1)}
+
+
 def tried(name: str) -> dict:
     """What a cache says when it is made for a model of this class, and what then happens.
     Raises AssertionError where the two differ."""
@@ -339,7 +365,9 @@ def tried(name: str) -> dict:
     row |= {"answer": answer, "why": why}
     if held is None:
         return row
-    row |= {"layers": len(held.layers), "coded layers": len(held.coded_layers)}
+    row |= {"layers": len(held.layers), "coded layers": len(held.info.coded)}
+    row["states"] = sum(isinstance(x, LinearAttentionLayer) for x in held.layers)
+    row |= sizes(type(model))
     want = tokens(model, DynamicCache(config=model.config))
     switches = answer == "on codes" and not held.info.reading.deferred
     for attention in ("its own", "turboquant")[: 1 + switches]:

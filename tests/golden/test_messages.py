@@ -46,6 +46,7 @@ GONE: dict[str, str] = {
     "with sign, bits must be at least 2, got {}": "TurboESM",
     "{} is not an index written by CodedIndex.save": "said by `files.read_file`",
     "{} is not an index, or was cut: {}": "said by `files.read_file`",
+    "head size must be a multiple of 16 up to 256, not {}": "up to 512",
     "start must have shape [{}], got {}": "said by `files.Saved`, as of any tensor of a file",
     "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",

@@ -11,6 +11,7 @@ from tests.helpers import exact_recipe, prompt
 from turboquant_nb.cache.attention import attend, dense_attention, visible
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.latents import probe
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Recipe, Spec
@@ -74,6 +75,17 @@ def test_no_step_expands_the_past():
     attention = model.model.layers[1].self_attn
     units = attention.kv_lora_rank + attention.qk_rope_head_dim + 1
     assert sorted(rows) == sorted([40, units])
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_captured_steps_give_the_tokens_of_eager_ones(name):
+    "By the stand-in for graphs of `test_hf_graphs.py`."
+    model, inputs = small(name), prompt(2, 30)
+    caches = [TurboQuantCache(model, "k4v4", graphs=x, max_length=64) for x in (False, Tape)]
+    eager, replayed = (model.generate(**inputs, past_key_values=x, **GREEDY) for x in caches)
+    assert torch.equal(eager, replayed)
+    report = caches[1].report()["graphs"]
+    assert report["captured"] == 1 and report["replayed"] == 6 and not report["why_not"], report
 
 
 def test_other_weights_for_another_prompt():

@@ -21,19 +21,19 @@ NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 
-def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=0):
+def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=0, dv=None):
     "The constants of keys and of values."
     one = kernel.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
     rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
-    sides = zip(bits, (torch.bfloat16 if center else None, None), (r, 0), rotations)
-    how = d, dtype
+    means = (torch.bfloat16 if center else None, None)
+    sides = zip((d, dv or d), bits, means, (r, 0), rotations)
     return [
         kernel.CodingConstants.of(
-            kernel.CodedSide(*how, b, "mse", torch.float16, mean, r, chain),
+            kernel.CodedSide(size, dtype, b, "mse", torch.float16, mean, r, chain),
             rotation,
             capability >= 90,
         )
-        for b, mean, r, rotation in sides
+        for size, b, mean, r, rotation in sides
     ]
 
 
@@ -100,11 +100,12 @@ def build(
     r=0,
     transform=False,
     step=0,
+    dv=None,
 ):
     """The compiled kernel as `append` asks for it: the short one up to 64 tokens, in steps
     for codes by windows."""
     chain = d if step else 0
-    sides = consts(d, dtype, bits, parts, center, capability, r, transform, chain)
+    sides = consts(d, dtype, bits, parts, center, capability, r, transform, chain, dv)
     both = dict(zip(("KC", "VC"), sides))
     shared = both | {"R": 64, "STATIC": static, "WIDE": False}
     if n > 64:

@@ -135,6 +135,22 @@ def test_positions(lengths):
     both(Recipe(Spec(center="prompt_mean"), Spec(bits=2)), chunks(lengths))
 
 
+def test_latents():
+    """512 channels beside 64: a first chunk, its end, and steps. The mutant: the rotation of
+    one half, as if it had a slice too few."""
+    recipe = Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=3)
+    parts = chunks((70, 1, 5), h=1, dk=512, dv=64)
+    haar = Recipe(Spec(rotation="haar"), Spec(bits=4), 2, 3)
+    both(haar, chunks((20, 1), h=1, dk=400, dv=64, dtype=torch.float32), torch.float32)
+    fused, _ = both(recipe, parts)
+    wrong = KVStore(recipe, 1, 1, 512, 64, torch.bfloat16, device=DEVICE)
+    cut = [(k * (torch.arange(512, device=k.device) < 480), v) for k, v in parts]
+    for k, v in cut:
+        kernel.append(wrong, k, v)
+    with pytest.raises(AssertionError):
+        agree(wrong, fused, parts)
+
+
 def pre_rope(d, r, base=100.0):
     "A recipe with a mean before RoPE, and frequencies of r of d channels."
     return Recipe(Spec(center="pre_rope"), Spec(bits=4)), base ** (
@@ -151,6 +167,7 @@ def pre_rope(d, r, base=100.0):
         (128, 128, torch.bfloat16),
         (256, 256, torch.bfloat16),
         (256, 128, torch.float32),
+        (512, 512, torch.bfloat16),
     ),
 )
 def test_pre_rope_mean(d, r, dtype):
@@ -190,7 +207,13 @@ def test_pre_rope_mean_with_other_rotations(rotation):
 
 
 @pytest.mark.parametrize(
-    "d,r,dtype", ((32, 32, torch.bfloat16), (80, 40, torch.float32), (256, 128, torch.float16))
+    "d,r,dtype",
+    (
+        (32, 32, torch.bfloat16),
+        (80, 40, torch.float32),
+        (256, 128, torch.float16),
+        (512, 64, torch.bfloat16),
+    ),
 )
 @pytest.mark.parametrize("starts", ((0, 0), (0, 37), (299, 12)))
 def test_fused_mean(d, r, dtype, starts):
@@ -814,7 +837,7 @@ def test_flags_go_up_and_nothing_beside_them(way):
 def test_refusals():
     for recipe, args, why in (
         (preset("k3v3"), (72,), "multiple of 16"),
-        (preset("k3v3"), (512,), "up to 256"),
+        (preset("k3v3"), (528,), "up to 512"),
         (Recipe(key=Spec(bits=2.5)), (64,), "keys: bits must be one integer"),
         (Recipe(value=Spec(bits=(3,) * 64)), (64,), "values: bits"),
         (Recipe(residual="prod"), (64,), "QJL"),
@@ -884,6 +907,10 @@ LIMITS = [
     ({"capability": 90, "n": 1, "d": 256}, 168, 64, 99),
     ({"capability": 90, "d": 64}, 168, 0, 50),
     ({"capability": 90, "d": 256}, 255, 64, 200),
+    ({"capability": 90, "n": 1, "d": 512, "dv": 64, "bits": [3, 4]}, 255, 0, 48),
+    ({"capability": 90, "d": 512, "dv": 64, "bits": [3, 4], "whole": False}, 255, 0, 48),
+    ({"capability": 90, "d": 512, "r": 512, "whole": False}, 255, 0, 48),
+    ({"capability": 80, "d": 512, "r": 512, "parts": 3, "n": 1}, 255, 64, 99),
     ({"capability": 90, "parts": 3, "whole": False}, 255, 64, 99),
     ({"capability": 90, "r": 128}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),

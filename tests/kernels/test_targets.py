@@ -100,6 +100,16 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
 
 
 @needs_triton
+def test_sizes_that_ran_on_no_gpu_are_coded_by_the_kernel_where_it_is_named(gpu):
+    for d, auto in ((256, "triton"), (272, "torch"), (512, "torch")):
+        store = KVStore(Recipe(Spec(3), Spec(3)), 1, 2, d, dtype=torch.float16)
+        store.device = gpu()
+        choice = ops.select_coder(store)
+        assert choice.backend == auto and ("run on no GPU" in choice.why) == (d > 256), choice
+        assert ops.select_coder(store, "triton") == ("triton", "")
+
+
+@needs_triton
 def test_codes_that_tensor_cores_do_not_read(gpu):
     "One bit: the portable kernel on every GPU, and said so."
     device, store = gpu(), KVStore("k1v1", 1, 1, 64)

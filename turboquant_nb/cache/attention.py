@@ -234,6 +234,13 @@ class Blocks:
             return code.decode(coded), None
         return code.levels(coded.codes), coded.scale.float()
 
+    def at(self, store: KVStore, side: str, positions: Tensor) -> tuple:
+        "The same of single positions [B, n], of codes that keep nothing but symbols."
+        store.complete()
+        part = getattr(store, side)
+        coded = part.memory.read_at(positions - store.offset)
+        return part.q.code.levels(coded.codes), coded.scale.float()
+
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         "x [.., rows, n] fp32 times y [.., n, m], what `vectors` gave or its transpose: fp32."
         return x @ y
@@ -313,6 +320,24 @@ def _coded_scores(call: Call, query: _Query, read: dict, product) -> Tensor:
     return out
 
 
+def _shown(call: Call, query: _Query, sight: _Sight, end: int) -> Tensor | None:
+    """Positions [B, K] of the codes that a mask shows to one query, where these are a quarter
+    of all at most; None: all are read."""
+    store, parts = sight.store, sight.store.parts
+    if call.mask is None or sight.tokens > 1 or store.clock.by_device:
+        return None
+    if query.terms.coefficients is not None or torch.compiler.is_compiling():
+        return None
+    if any(x.q.code.extras or x.memory.truncated_tiles for x in parts):
+        return None
+    seen = call.mask.any(1)[:, 0, : end - sight.first]
+    most = int(seen.sum(-1).max()) if seen.numel() else 0  # a GPU is waited for here
+    if not most or 4 * most > seen.shape[1]:
+        return None
+    at = seen.int().topk(most).indices.sort(-1).values + sight.first
+    return at.expand(store.batch, -1)
+
+
 def _add_coded(soft: _Softmax, query: _Query, call: Call, sight: _Sight, blocks, block: int):
     """Coded tokens in blocks: levels times the rotated query, then the scale of each token.
     Exact tokens are left out."""
@@ -320,11 +345,9 @@ def _add_coded(soft: _Softmax, query: _Query, call: Call, sight: _Sight, blocks,
     # with `recent`, some rows read the chunk's codes
     last = sight.past if sight.recent is None else store.clock.now(store)
     end = store.clock.bound(store) if store.clock.by_device else last
-    for lo in range(sight.begin, end, block):
-        hi = min(lo + block, end)
-        positions = torch.arange(lo, hi, device=store.device)[None]
+
+    def add(positions, read, shift):
         seen = sight.visible(positions) & ~sight.exact(positions)
-        read = {side: blocks.vectors(store, side, lo, hi) for side in ("key", "value")}
         v, v_scale = read[call.value_side]
         if store.clock.by_device:  # what lies beyond the length may be anything
             held = positions < last
@@ -333,11 +356,18 @@ def _add_coded(soft: _Softmax, query: _Query, call: Call, sight: _Sight, blocks,
                 v = v.where(held[:, None, :, None], 0)
             else:
                 v_scale = v_scale.where(held[:, None], 0)
-        scores = query.terms.shift + _coded_scores(call, query, read, blocks.product)
-        if query.terms.coefficients is not None:
-            scores = scores + query.terms.coefficients @ angles(store, lo, hi).float().mT
+        scores = shift + _coded_scores(call, query, read, blocks.product)
         scores = _masked(scores, seen, sight.rule.softcap, sight.bias(positions))
         soft.add_coded(scores, v, v_scale, blocks.product)
+
+    shift, coefficients = query.terms.shift, query.terms.coefficients
+    if (shown := _shown(call, query, sight, end)) is not None:
+        return add(shown, {x: blocks.at(store, x, shown) for x in ("key", "value")}, shift)
+    for lo in range(sight.begin, end, block):
+        hi = min(lo + block, end)
+        read = {x: blocks.vectors(store, x, lo, hi) for x in ("key", "value")}
+        turned = 0 if coefficients is None else coefficients @ angles(store, lo, hi).float().mT
+        add(torch.arange(lo, hi, device=store.device)[None], read, shift + turned)
 
 # %% ../../nbs/32_attention.ipynb #04366c1c
 def _add_exact(soft, query, sight, k, v, positions, before=math.inf):

@@ -23,6 +23,7 @@ from turboquant_nb.cache.packing import (
     SLOT,
     TILE,
     Layout,
+    _codes,
     _plane_codes,
     _write,
     drop_plane,
@@ -242,6 +243,31 @@ def write_at(
     for name, new in numbers.items():
         held = self.tensors[name].flatten(2)
         held[:, :, at] = torch.where(fits, new, held[:, :, at])
+
+
+@patch
+def read_at(
+    self: Memory,
+    at: Tensor,  # [B, n] positions, of each sequence its own
+) -> Coded:
+    "What `read` gives of single tokens, where codes are symbols alone and no tile truncated."
+    rows, tile, t = (
+        torch.arange(len(at), device=at.device)[:, None],
+        at // self.tile,
+        at % self.tile,
+    )
+    t, slot = t % (self.tile // 4), _slots(at.device)[t // (self.tile // 4)][:, :, None, None]
+    codes = None
+    for g in self.groups:
+        planes = [self.tensors[n] for n in g.names]
+        planes = planes if self.along == "channel" else [p.transpose(-1, -2) for p in planes]
+        bytes_ = [p[rows, :, tile, t] for p in planes]  # [B, n, H, d]
+        part = _codes([(x >> slot).to(torch.uint8) & 3 for x in bytes_], g.layout)
+        if codes is None:
+            codes = part.new_empty(*part.shape[:3], len(self.bits))
+        codes[..., g.channels] = part
+    scale = self.tensors["scale"].flatten(2)[rows, :, at]
+    return Coded(codes.transpose(1, 2), scale.transpose(1, 2))
 
 # %% ../../nbs/30c_memory.ipynb #d76dd408
 class TruncatedCode(Code):

@@ -36,7 +36,9 @@ def header_of(cache: TurboQuantCache) -> dict:
     about = {"model_type": cache.config.model_type, "facts": _facts(cache)}
     about["recipe"] = _recipes_to_json(cache.recipes)
     fixed = any(x.clock.fixed for x in cache.coded_layers)
-    return about | {"layers": len(cache.coded_layers), "static": fixed}
+    about |= {"layers": len(cache.coded_layers), "static": fixed}
+    indices = sum(x.index_size is not None for x in cache.info.coded)
+    return about | ({"indices": indices} if indices else {})
 
 
 @patch
@@ -86,7 +88,8 @@ def _check_layer(cache: TurboQuantCache, layer: TurboQuantLayer, store: KVStore)
     that were read before."""
     info, first = layer.info, cache.coded_layers[0].store or store
     have = dict(zip(("key_size", "value_size"), (part.q.d for part in store.parts)))
-    want = {name: getattr(info, name) for name in have if getattr(info, name) is not None}
+    want = {} if info.sized_by else {name: getattr(info, name) for name in have}
+    want = {name: size for name, size in want.items() if size is not None}
     for name in ("batch", "length", "dtype"):
         have[name], want[name] = getattr(store, name), getattr(first, name)
     have["start"], want["start"] = store.start.tolist(), first.start.tolist()
@@ -129,7 +132,8 @@ def from_states(
         raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
     stores, facts = header.whole("layers", 1, 2**16), Saved.of(header["facts"], "facts")
     recipes = _recipes_from_json(header["recipe"])
-    have = f"a {header['model_type']} with {_layers_of(stores, recipes)} layers"
+    own = stores - (header.whole("indices") if "indices" in header else 0)
+    have = f"a {header['model_type']} with {_layers_of(own, recipes)} layers"
     want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")

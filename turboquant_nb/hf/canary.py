@@ -268,6 +268,11 @@ def add_canary(self: TurboQuantCache, watch: float | Watch) -> None:
     run without Python."""
     if why := self.coded_layers[0].clock.refuses("a canary"):
         raise ValueError(why)
+    if any(x.info.index_size for x in self.coded_layers):
+        raise ValueError(
+            "a canary checks steps that no mask says; layers that select tokens by an index "
+            "have one"
+        )
     watch = watch if isinstance(watch, Watch) else Watch(watch)
     self.canary = Canary(watch, self.coded_layers)
     for x in self.coded_layers:

@@ -166,6 +166,7 @@ def as_interface(
         softcap=None,
         s_aux=None,
         position_bias=None,
+        indices=None,
         **kwargs,
     ):
         mask = bias = None
@@ -174,6 +175,11 @@ def as_interface(
             mask, bias = split(attention_mask)
         if takes_bias and position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
+        if indices is not None:  # [B, n, k] of the tokens that a query sees: an indexed layer
+            shape = len(query), 1, query.shape[2], key.shape[2]
+            seen = torch.zeros(shape, dtype=torch.bool, device=query.device)
+            seen = seen.scatter(-1, indices[:, None].long(), True)
+            mask = seen if mask is None else mask & seen
         rest = scaling, softcap, s_aux, dropout, bias
         call = AttentionCall(module, query, key, value, mask, *rest)
         return attend(call).transpose(1, 2).contiguous(), None

@@ -54,9 +54,11 @@ def _text_config(model_or_config):
     return text
 
 
+_INDEXED = "DynamicIndexedLayer"  # keeps keys by which tokens are selected, too
 _CODED = (  # transformers' own layers with keys and values; two keep a recurrent state as well
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
+    _INDEXED,
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
@@ -79,6 +81,13 @@ def _own_layers(config) -> list:
             "DummyLayer",
         ):
             raise ValueError(f"layer {i} caches {kind}, which cannot be served: {only}")
+    indexed = any(type(x).__name__ == _INDEXED for x in layers)
+    code = _modeling(config) if indexed else None
+    if code is not None and "past_key_values.layers[" in inspect.getsource(code):
+        raise ValueError(
+            f"{config.model_type} looks into the layers of transformers' own cache for keys of "
+            "an index, so it cannot be served"
+        )
     if not any(map(_is_coded, layers)):
         raise ValueError(
             f"{config.model_type} has no layer whose keys and values could be coded"
@@ -206,7 +215,7 @@ class Reading(NamedTuple):
 
 # what attention on codes takes into account, besides the mask
 _HEEDED = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux"}
-_HEEDED |= {"position_ids", "output_attentions", "position_bias", None}
+_HEEDED |= {"position_ids", "output_attentions", "position_bias", "indices", None}
 # who computes softmax(f q kᵀ + b) v by hand, and is served by tensors that wait
 _BY_HAND = {
     "BigBirdSelfAttention",
@@ -389,6 +398,7 @@ class ModelInfo:
                 coded=coded and layer.coded,
                 sliding_window=window,
                 inv_freq=inv_freq,
+                index_size=layer.index_size if kind == _INDEXED else None,
             )
             for layer, (kind, coded, window), inv_freq in zip(
                 read, self._own, self.rope.by_layer

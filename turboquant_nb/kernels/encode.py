@@ -172,14 +172,15 @@ def _constants(
     d, dtype, bits, mode, scale, mean, rope, chain = side
     order, places = packed_order(d) if chain else (0, 0)
     half = max(16, 1 << (d // 2 - 1).bit_length())
-    butterfly = large and butterfly and half > 64 and d == 2 * half
+    rows = 64 if parts == 1 else 32  # what two stages of the rotation leave room for
+    butterfly = large and butterfly and half == 128 and d == 2 * half  # it fits
     x_parts = (
         1 if parts == 1 and dtype == torch.float16 else _PARTS[dtype]
     )  # ±1 is exact in fp16 too
     return CodingConstants(
         D=d,
         HALF=half,
-        SLICE=2 * half if parts == 1 and half <= 64 else 64 if parts == 1 else 32,
+        SLICE=2 * half if parts == 1 and half <= 64 else rows if d <= 256 else rows // 2,
         BITS=bits,
         MODE=_MODES[mode],
         X_PARTS=3 if rope else x_parts,
@@ -1240,8 +1241,8 @@ def _side_reason(spec, d: int) -> str:
     why = "" if spec.center == "auto" else spec.centre.refuses("kernels")
     if why := why or find_code(spec, d).refuses("encode"):
         return why
-    if d % 16 or not 16 <= d <= 256:
-        return f"head size must be a multiple of 16 up to 256, not {d}"
+    if d % 16 or not 16 <= d <= 512:
+        return f"head size must be a multiple of 16 up to 512, not {d}"
     return ""
 
 # %% ../../nbs/40_encode.ipynb #38a91985
@@ -1269,6 +1270,8 @@ def _config(
     d: int, rows: int, parts: int, large: bool = True, size: int = 2, rope: int = 0
 ) -> tuple:
     "Of a long append: byte rows of a program, and how Triton compiles it."
+    if d > 256:  # halves of 256 channels in registers, a slice of the rotation in memory
+        return 16, dict(num_warps=8, num_stages=2)
     m = min(64, max(16, 1 << (rows - 1).bit_length()))
     options = dict(
         num_warps=8 if d > 128 else 4,
@@ -1285,7 +1288,8 @@ def _config(
 
 def _short_config(d: int, large: bool = True) -> tuple:
     "The same of a short append."
-    return 16, dict(num_warps=8 if d > 128 else 4, num_stages=4 if d > 128 and large else 2)
+    stages = 4 if 128 < d <= 256 and large else 2
+    return 16, dict(num_warps=8 if d > 128 else 4, num_stages=stages)
 
 # %% ../../nbs/40_encode.ipynb #781ebb16
 @lru_cache(maxsize=16)
@@ -1494,7 +1498,9 @@ class _AppendPlan:
             _SidePlan(q, dtype, device, r, self.room) for q, r in zip(qs, (rope, 0))
         )
         self.chained = bool(self.key.code or self.value.code)
-        self.rows, self.options = _short_config(max(q.d for q in qs), device_properties(device).roomy)
+        self.rows, self.options = _short_config(
+            max(q.d for q in qs), device_properties(device).roomy
+        )
         self.fixed = (
             self.key.constants,
             self.value.constants,
@@ -1969,10 +1975,12 @@ def fused_mean(
         **sizes,
         **tree,
         STEPS=BLOCK // LANES,
-        num_warps=4 if d <= 64 else 8,  # accumulators of 32 tokens stay in registers
+        # accumulators of 32 tokens stay in registers
+        num_warps=4 if d <= 64 else 8 if d <= 256 else 16,
     )
     wide = dict(D=d, DP=size(d), LOG_DP=size(d).bit_length() - 1)
-    _mean_kernel[(b * h,)](sums, store.start, mean, h, skip, n, blocks, **wide, **tree)
+    sizes = (sums, store.start, mean, h, skip, n, blocks)
+    _mean_kernel[(b * h,)](*sizes, **wide, **tree, num_warps=4 if d <= 256 else 8)
     return mean.to(torch.bfloat16)
 
 # %% ../../nbs/40_encode.ipynb #b023a9ff

@@ -779,7 +779,11 @@ def form_of(store: KVStore) -> Form:
         return Form(fragments=True)
     # the products' operands pass through shared memory: at most so much for a byte row
     parts, size = 1 if half else 2, padded_size(d) + padded_size(dr)
-    fits = [x for x in (16, 8, 4) if size * (15.2 * x + 32 * parts) <= device_properties(store.device).shared_memory]
+    fits = [
+        x
+        for x in (16, 8, 4)
+        if size * (15.2 * x + 32 * parts) <= device_properties(store.device).shared_memory
+    ]
     return Form(16, fits[0], 8, 1, 1)
 
 
