@@ -66,10 +66,16 @@ def test_layers_with_a_sliding_window():
     assert serve.cache_size(config, bare)["bytes_per_token"] == 2 * token
     every = Gemma2Config(num_hidden_layers=4, layer_types=["sliding_attention"] * 4)
     assert serve.cache_size(every, bare)["bytes_per_token"] == 4 * token
-    with pytest.raises(ValueError, match="16 exact recent tokens are not served beside layers"):
-        serve.cache_size(config, ServingConfig("k3v3"))
-    with pytest.raises(ValueError, match="has 3 layers without keys and values of their own"):
-        serve.cache_size(Qwen3NextConfig(num_hidden_layers=4), bare)
+    near = serve.cache_size(config, ServingConfig("k3v3"))  # all four have recent tokens
+    pages = ServingConfig("k3v3").recent_blocks(128, config.head_dim, 2)
+    assert near["recent_bytes"] == pages * 128 * 4 * token
+
+
+def test_layers_that_hold_a_state():
+    "They count for nothing: of four layers one has keys and values."
+    config, bare = Qwen3NextConfig(num_hidden_layers=4), ServingConfig("k3v3", recent=0)
+    token = config.num_key_value_heads * bare.bytes_per_token(config.head_dim)
+    assert serve.cache_size(config, bare)["bytes_per_token"] == token
 
 
 def test_options_among_words():
@@ -136,7 +142,8 @@ def test_exact_tokens_are_those_of_the_recipe_or_asked_for(call, vllm, tmp_path)
     code, out, err = call(f"serve {model} --recent 8 --sinks 0 --dry-run")
     assert "; 8 recent tokens exact, " in err and '"recent": 8, "sinks": 0}' in out
     code, out, err = call(f"serve {tmp_path / 'slides'} --dry-run")
-    assert code == 0 and few in err and '"recent": 0' in out
+    assert code == 0 and "; 16 recent tokens and 4 first ones exact" in err, err
+    assert out.count('"recent"') == 0
 
 
 def test_sizes_among_vllms_options_count(call, vllm, tmp_path):
@@ -155,7 +162,6 @@ def test_sizes_among_vllms_options_count(call, vllm, tmp_path):
         ("{llama} k3v3", "what is 'k3v3'? One model is served"),
         ("{llama} --recipe k9v9", "k9v9"),
         ("{llama} --recipe [{recipe},{recipe}]", "one recipe for all layers can be served"),
-        ("{hybrid}", "layers without keys and values of their own"),
         ("{qwen2}", "not served: "),
         ("{llama} --recent 0 --sinks 4", "sinks must be 0 where recent is 0, got 4"),
         ("{llama} --calibration ./none.safetensors", "none.safetensors"),
@@ -167,10 +173,9 @@ def test_sizes_among_vllms_options_count(call, vllm, tmp_path):
     ],
 )
 def test_what_is_refused(call, vllm, tmp_path, line, words):
-    Qwen3NextConfig(num_hidden_layers=4).save_pretrained(tmp_path / "hybrid")
     Qwen2Config(num_hidden_layers=4).save_pretrained(tmp_path / "qwen2")
     (tmp_path / "empty").mkdir()
-    names = {x: str(tmp_path / x) for x in ("llama", "hybrid", "qwen2", "empty")}
+    names = {x: str(tmp_path / x) for x in ("llama", "qwen2", "empty")}
     names["recipe"] = json.dumps(json.loads(preset("k3v3").to_json()), separators=(",", ":"))
     refused(call(f"serve {line.format(**names)}"), words)
     assert not vllm
@@ -189,7 +194,10 @@ def test_what_a_machine_lacks(call, vllm, tmp_path, monkeypatch):
         m.setattr("torch.cuda.is_available", lambda: False)
         refused(call(line), "no NVIDIA GPU is found here", code=1)
     about.write_text(about.read_text().replace("0.26.0", "0.25.9"))
-    refused(call(line), "vLLM must be at least 0.26 and below", "got 0.25.9", code=1)
+    refused(call(line), "vLLM must be at least 0.26, got 0.25.9", code=1)
+    about.write_text(about.read_text().replace("0.25.9", "1.2.0"))
+    code, _, err = call(f"{line} --dry-run")
+    assert code == 0 and "vLLM 1.2.0 is newer than 0.33, the last whose interface" in err
     about.unlink()
     about.parent.rmdir()
     refused(call(line), "vLLM is not installed in this environment", code=1)

@@ -3,14 +3,16 @@ compared with those of the states that the layer was given, coded anew, and its 
 attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
-firsts_short, exact, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts,
-parallel, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a function here.
-On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
-name, in bf16."""
+firsts_short, exact, exact_windows, exact_learnt, exact_states, learnt, states, offload,
+offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts,
+parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a
+function here. On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is
+chosen by its name, in bf16."""
 
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,14 @@ os.environ |= {
 }
 os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
 
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 SIZES = dict(
     hidden_size=256,
@@ -50,6 +59,8 @@ seen = dict(
     chunks_with_past=0,
     drafted=0,
     sliding=0,
+    learnt=0,
+    split=0,
     centred=0,
     worst=0.0,
     preempted=0,
@@ -82,6 +93,47 @@ def gemma(folder):
     Gemma2ForCausalLM(
         Gemma2Config(**SIZES | dict(num_hidden_layers=4), **more)
     ).float().save_pretrained(folder)
+    return str(folder)
+
+
+def gpt_oss(folder):
+    "A learnt logit in each head's softmax, experts, every second layer with a window."
+    torch.manual_seed(0)
+    sizes = SIZES | dict(num_hidden_layers=4, intermediate_size=128, initializer_range=0.2)
+    model = transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **sizes,
+            sliding_window=100,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        )
+    ).float()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.uniform_(0, 4)
+    model.lm_head.weight.data *= 4
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def nemotron_h(folder):
+    "Layers that hold a state of one size (Mamba 2), and layers with attention."
+    torch.manual_seed(0)
+    sizes = SIZES | dict(initializer_range=0.2)
+    del sizes["num_hidden_layers"]
+    model = transformers.NemotronHForCausalLM(
+        transformers.NemotronHConfig(
+            **sizes,
+            layers_block_type=["mamba", "attention", "mamba", "mlp", "attention", "mamba"],
+            ssm_state_size=32,
+            mamba_num_heads=8,
+            mamba_head_dim=64,
+            n_groups=2,
+            use_mamba_kernels=False,
+        )
+    ).float()
+    model.lm_head.weight.data *= 4
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -176,9 +228,11 @@ def watch():
         seen["chunks_with_past"] += sum(c.past > 0 for c in step.chunks)
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
+        seen["learnt"] += self.logits is not None
+        seen["split"] += (ours.RecentBackend.tokens or n) > n
         window, sinks, (key, value) = (
             self.config.recent,
-            self.config.sinks,
+            self.firsts,
             (codes.key, codes.value),
         )
         seen["recent"] += window > 0
@@ -224,9 +278,12 @@ def watch():
             )
             place = length - (b - a) + torch.arange(b - a, device=query.device)[:, None]
             hidden = (t > place) | (t <= place - (self.window or length + 1))
-            want = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ sides[1]).transpose(
-                0, 1
-            )
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if self.logits is not None:  # one more score, of nothing
+                more = self.logits.double()[:, None, None].expand(-1, b - a, 1)
+                scores = torch.cat([scores, more], -1)
+            weights = scores.softmax(-1)[..., : len(t)]
+            want = (weights @ sides[1]).transpose(0, 1)
             got = output[a:b].view(want.shape).double()
             seen["worst"] = max(seen["worst"], float((got - want).norm() / want.norm()))
         return output
@@ -388,30 +445,175 @@ def firsts_short(folder):
     )
 
 
-def exact(folder):
-    "All tokens are read exactly: a dense engine's tokens."
-    path, prompts = llama(folder / "llama"), random_prompts(130, 75, 200)
-    llm = engine(path, 400, of=dict(recent=512))
+def in_transformers(path, prompts):
+    "The tokens of the dense model."
+    model = AutoModelForCausalLM.from_pretrained(path).float()
+    how = dict(max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return [model.generate(torch.tensor([p]), **how)[0, len(p) :].tolist() for p in prompts]
+
+
+def dense(path, prompts=None):
+    """The tokens of an engine without our backend, in a process of its own; this is what that
+    one runs, too."""
+    if prompts is None:
+        prompts = json.loads((Path(path) / "prompts.json").read_text())
+        own = dict(attention_backend=None) if CUDA else {}
+        llm = engine(str(path), 400, additional_config={}, **own)
+        return dict(
+            tokens=[list(o.outputs[0].token_ids) for o in generate(llm, prompts, sampled(40))]
+        )
+    (Path(path) / "prompts.json").write_text(json.dumps(prompts))
+    line = [sys.executable, __file__, path, "dense"]
+    without = os.environ | {"VLLM_PLUGINS": ""}
+    done = subprocess.run(line, capture_output=True, text=True, env=without)
+    assert not done.returncode, done.stderr[-3000:]
+    found = next(x for x in done.stdout.splitlines() if x.startswith("RESULT "))
+    return json.loads(found[7:])["tokens"]
+
+
+def exact(folder, make=llama, other=in_transformers):
+    "All tokens are read exactly: the tokens of another that is dense."
+    path, prompts = make(folder / make.__name__), random_prompts(130, 75, 200)
+    llm = engine(path, 400, of=dict(recent=512, means=False))
     ours = [
         (o.outputs[0].token_ids, o.outputs[0].logprobs)
         for o in generate(llm, prompts, sampled(40, logprobs=2))
     ]
-    dense = LlamaForCausalLM.from_pretrained(path).float()
-    theirs = [
-        (
-            dense.generate(
-                torch.tensor([p]),
-                max_new_tokens=40,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )[0, len(p) :].tolist(),
-            ranks,
-        )
-        for p, (_, ranks) in zip(prompts, ours)
-    ]
+    theirs = [(tokens, ranks) for tokens, (_, ranks) in zip(other(path, prompts), ours)]
     decided, wrong = compare(ours, theirs)
     return dict(decided=decided, wrong=wrong)
+
+
+def exact_windows(folder):
+    "The same beside layers with a sliding window, and a soft cap."
+    return exact(folder, gemma)
+
+
+def exact_learnt(folder):
+    "The same with learnt logits in the softmax, and sliding windows."
+    return exact(folder, gpt_oss)
+
+
+def exact_states(folder):
+    """The same beside layers that hold a state instead of keys and values, against the engine
+    without us: its own Mamba 2 rounds otherwise than that of transformers."""
+    return exact(folder, nemotron_h, dense)
+
+
+def states(folder):
+    "Codes beside such layers, in blocks that the engine grew, with recent and first tokens."
+    llm = engine(nemotron_h(folder / "nemotron_h"), 100, of=dict(recent=24, sinks=4))
+    generate(llm, random_prompts(300, 130, 40), sampled(30))
+    return {}
+
+
+def learnt(folder):
+    "Codes with learnt logits, 24 recent and 4 first tokens, in chunks, with a prefix hit."
+    of = dict(recent=24, sinks=4, means=False)
+    llm = engine(gpt_oss(folder / "gpt_oss"), 1000, of=of)
+    prompts, cached = random_prompts(300, 130, 40), []
+    for batch in (prompts, [prompts[1] + prompts[0][:70]]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
+    return dict(cached=cached)
+
+
+def copying(cut=lambda page: page):
+    """On a CPU vLLM has no worker that copies: this one copies as its worker for GPUs does, of
+    each page the bytes that the engine says are in use; `cut` may say fewer. Returns the bytes
+    that were copied, by direction."""
+    from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+    moved = dict(out=0, back=0)
+
+    class Copies(OffloadingWorker):
+        def __init__(self, spec, caches):
+            assert spec.blocks_per_chunk == 1
+            self.groups, self.done = caches.group_data_refs, []
+            self.pages = [x.tensor for x in caches.tensors]
+            self.host = [
+                torch.full((spec.num_chunks, x.shape[1]), 85, dtype=x.dtype) for x in self.pages
+            ]
+
+        def copy(self, job, engine, here, there, what):
+            "Pages of a group by numbers, of all its layers."
+            first = 0
+            for refs, n in zip(self.groups, engine.group_sizes):
+                at, to = (torch.as_tensor(x[first : first + n]).long() for x in (here, there))
+                first += n
+                for ref in refs:
+                    page, host = self.pages[ref.tensor_idx], self.host[ref.tensor_idx]
+                    used = cut(ref.page_size_bytes)
+                    moved[what] += n * used
+                    if what == "out":
+                        host[to, :used] = page[at, :used]
+                    else:
+                        page[at, :used] = host[to, :used]
+            self.done.append(TransferResult(job, True))
+            return True
+
+        def submit_store(self, job_id, src_spec, dst_spec):
+            return self.copy(job_id, src_spec, src_spec.block_ids, dst_spec.block_ids, "out")
+
+        def submit_load(self, job_id, src_spec, dst_spec):
+            return self.copy(job_id, dst_spec, dst_spec.block_ids, src_spec.block_ids, "back")
+
+        def get_finished(self):
+            done, self.done = self.done, []
+            return done
+
+        def wait(self, job_ids):
+            assert True  # a copy is over when it was submitted
+
+    CPUOffloadingSpec.get_worker = lambda self, caches: Copies(self, caches)
+    return moved
+
+
+def offloading(connector="OffloadingConnector", **more):
+    "What the engine is told of a connector."
+    return dict(
+        kv_connector=connector,
+        kv_role="kv_both",
+        kv_connector_extra_config=dict(cpu_bytes_to_use=1 << 27) | more,
+    )
+
+
+def offload_cut(folder):
+    "The mutant: the last eighth of each page stays behind."
+    return offload(folder, cut=lambda page: page * 7 // 8)
+
+
+def offload_codes(folder):
+    "The same where nothing but codes is kept."
+    return offload(folder, dict(recent=0, sinks=0))
+
+
+def offload(folder, of=None, cut=lambda page: page):
+    """Prefixes that left the engine's memory come back from the host's: the same tokens and
+    log-probabilities, to the last bit, as with prefixes that stayed."""
+    moved, path = copying(cut), llama(folder / "llama")
+    of = dict(recent=24, sinks=4) if of is None else of
+    llm = engine(path, 1000, of, kv_transfer_config=offloading())
+    prompts, found = random_prompts(130, 200, 320), []
+    for turn in range(3):  # computed, from the engine's memory, from the host's
+        if turn == 2:
+            assert llm.reset_prefix_cache()
+            moved["back"] = 0
+        outs = generate(llm, prompts, sampled(20, logprobs=2))
+        found.append(
+            [
+                [
+                    o.num_cached_tokens,
+                    list(o.outputs[0].token_ids),
+                    [sorted(x.logprob for x in r.values()) for r in o.outputs[0].logprobs],
+                ]
+                for o in outs
+            ]
+        )
+    cached = [[x[0] for x in turn] for turn in found]
+    return dict(
+        cached=cached, equal=[x[1:] for x in found[1]] == [x[1:] for x in found[2]], moved=moved
+    )
 
 
 def refuse(folder):
@@ -434,7 +636,8 @@ def refuse(folder):
         alone=dict(of=dict(sinks=4)),
         room=dict(of=dict(recent=16, sinks=6)),
         manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True),
-        hybrid=dict(folder=gemma(folder / "gemma"), of=dict(recent=16)),
+        connector=dict(kv_transfer_config=offloading("ExampleConnector")),
+        tier=dict(kv_transfer_config=offloading(spec_name="TieringOffloadingSpec")),
         drafts=dict(
             speculative_config=dict(
                 method="ngram", num_speculative_tokens=16, prompt_lookup_max=3
@@ -781,8 +984,11 @@ def main(folder, parts):
     import vllm
     from turboquant_nb.serving.vllm import register
 
-    register()
-    if not parts[0].startswith("graphs"):  # what is replayed cannot be watched
+    if parts[0] != "dense":
+        register()
+    if not parts[0].startswith(
+        ("graphs", "dense", "offload")
+    ):  # what is replayed cannot be watched
         watch()
     found = {}
     for part in parts:

@@ -30,18 +30,24 @@ PAIRS = fit_pair_transform(
     *torch.rand(2, H, D, generator=torch.Generator().manual_seed(0)).square().diag_embed(), D
 ).name
 RECIPES = [
-    (Spec(2, rotation=PAIRS, codebook="trellis_fast"), Spec(2, codebook="trellis_fast"), 64),
-    (Spec(2, codebook="trellis"), Spec(2, codebook="trellis"), 64),
-    (Spec(3, codebook="trellis_fast"), Spec(2, codebook="trellis"), 128),
-    (Spec(3), Spec(3, codebook="trellis"), 256),
+    (
+        Spec(2, rotation=PAIRS, codebook="trellis_fast"),
+        Spec(2, codebook="trellis_fast"),
+        64,
+        False,
+    ),
+    (Spec(2, codebook="trellis"), Spec(2, codebook="trellis"), 64, True),
+    (Spec(3, codebook="trellis_fast"), Spec(2, codebook="trellis"), 128, False),
+    (Spec(3), Spec(3, codebook="trellis"), 256, True),
 ]
 
 
-@pytest.mark.parametrize("key,value,n", RECIPES)
-def test_a_step_by_windows(key, value, n, gen, monkeypatch):
+@pytest.mark.parametrize("key,value,n,learnt", RECIPES)
+def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     """Requests that decode, verify drafts, begin and go on with a chunk, around a centre, with
-    first and recent tokens: kernels against the oracle; with a calibration's pair scale, too.
-    The mutant reads recent tokens from the block before."""
+    first and recent tokens: kernels against the oracle; with a calibration's pair scale, and
+    with a learnt logit in each head's softmax, too. The mutants read recent tokens from the
+    block before, and take another logit."""
     if not CUDA:
         monkeypatch.setattr(cells, "find_symbols", search_by_pytorch)
     sinks, window, block, past = 3, 5, 8, (n + 40, 2 * n + 9, 0, n + n // 2)
@@ -49,7 +55,9 @@ def test_a_step_by_windows(key, value, n, gen, monkeypatch):
     one, two = config.quantizers(D, D, DEVICE)
     center = 2 * torch.randn(H, D, generator=gen).to(DEVICE)
     codes = CellCodes(one, two, CellLayout.of(one, two, n), center)
-    layer = CodedAttention(codes, G * H, H, Rule(D**-0.5), kernels=True)
+    logits = torch.tensor([1.0, 4.0], device=DEVICE) if learnt else None
+    rule = Rule(D**-0.5, sinks=logits)
+    layer = CodedAttention(codes, G * H, H, rule, kernels=True)
     if CUDA:
         layer.prepare(torch.float32, recent=window, sinks=sinks)
     assert layer.served_by == ("fragments" if CUDA else "portable")
@@ -87,11 +95,21 @@ def test_a_step_by_windows(key, value, n, gen, monkeypatch):
     space = cells.Workspace(DEVICE)
     layer.attend(x, out, LayerMemory(cache, space, memory, recent), step)
     reads = Requests(step.table, step.lengths), step.starts
-    oracle = lambda near: attend_cells(x.q, cache, codes, *reads, Exact(x.k, x.v, near))[0]
+
+    def oracle(near, logits=logits):
+        found, lse = attend_cells(x.q, cache, codes, *reads, Exact(x.k, x.v, near), rule)
+        if logits is None:
+            return found
+        weight = lse.exp() / (lse.exp() + logits.exp())  # of all tokens together
+        return found * weight[..., None]
+
     want = oracle(recent)
     assert (out - want).norm() < (1e-2 if CUDA else 1e-4) * want.norm()
     moved = oracle(Recent(pages, rows.roll(1, 1).to(DEVICE), window, sinks))
     assert not (moved - want).norm() < 3e-2 * want.norm()
+    if learnt:
+        other = oracle(recent, logits.flip(0))
+        assert (other - want).norm() > 3e-2 * want.norm()
 
 
 def test_recipes_by_windows():

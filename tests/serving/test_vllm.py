@@ -139,6 +139,38 @@ def test_all_tokens_recent(tmp_path):
     assert seen["decided"] > 30 and not seen["wrong"], seen
 
 
+@pytest.mark.parametrize("part", ("exact_windows", "exact_learnt", "exact_states"))
+def test_all_tokens_recent_in_other_models(part, tmp_path):
+    """The same beside layers with a sliding window (Gemma 2), with learnt logits in the softmax
+    and experts (gpt-oss), and beside layers that hold a state, in blocks that the engine grew
+    and splits for kernels (Nemotron-H), against the engine without us."""
+    seen = run(tmp_path, part)
+    assert seen["worst"] < 1e-5 and seen["recent"] == seen["calls"] > 100, seen
+    assert seen["decided"] > 30 and not seen["wrong"], seen
+    assert (seen["sliding"] == seen["calls"] / 2) == (part != "exact_states"), seen
+    assert (seen["learnt"] == seen["calls"]) == (part == "exact_learnt"), seen
+    assert (seen["split"] == seen["calls"]) == (part == "exact_states"), seen
+
+
+@pytest.mark.parametrize("part", ("learnt", "states"))
+def test_codes_in_other_models(part, tmp_path):
+    """Codes, 24 recent and 4 first tokens, with learnt logits and sliding windows, and beside
+    layers that hold a state. Layers with a window keep no first tokens."""
+    seen = run(tmp_path, part)
+    assert (
+        seen["worst"] < 1e-5
+        and not seen["miscoded"]
+        and seen["firsts"] > 500
+        and seen["chunks_with_past"] > 5
+        and seen["decodes"] > 150
+    ), seen
+    if part == "learnt":
+        assert seen["learnt"] == seen["calls"] == 2 * seen["sliding"] > 100
+        assert seen["cached"] == [0, 0, 0, 128]
+    else:
+        assert seen["split"] == seen["calls"] > 100
+
+
 @pytest.mark.parametrize("part", ("drafts", "drafts_recent", "drafts_firsts"))
 def test_drafts_and_calibration(part, tmp_path):
     """The same where the engine verifies drafts, and keys have a calibration's transforms and
@@ -202,6 +234,27 @@ def test_tensor_parallel(tmp_path):
     assert seen["decided"] > 30 and not seen["wrong"], seen
 
 
+@pytest.mark.parametrize("part", ("offload", "offload_codes"))
+def test_pages_come_back_from_the_host(part, tmp_path):
+    """vLLM's OffloadingConnector copies pages to the host and back; a prefix that was read back
+    gives the tokens and log-probabilities of one that stayed, to the last bit, with first and
+    recent tokens, and with codes alone. The copies are made here: on a CPU vLLM has none."""
+    seen = run(tmp_path, part)
+    nothing, stayed, back = seen["cached"]
+    assert nothing == [0, 0, 0] and stayed == back and min(back) == 128, seen
+    assert seen["equal"], seen
+    page = 3 * 2 * 64 * 52  # of a block of 64 tokens, in 3 layers of 2 heads
+    last = 0 if part == "offload_codes" else 13  # pages with the 25 tokens before, 2 in each
+    assert seen["moved"]["back"] == (sum(back) // 64 + 3 * last) * page, seen
+    assert seen["moved"]["out"] >= seen["moved"]["back"], seen
+
+
+def test_pages_that_lose_bytes_on_the_way(tmp_path):
+    "The mutant of the test above is seen."
+    seen = run(tmp_path, "offload_cut")
+    assert seen["cached"][2] == [128, 192, 256] and not seen["equal"], seen
+
+
 def test_refused(tmp_path):
     "An engine that is asked for what is not served does not start, and says why."
     refused = run(tmp_path, "refuse")["refused"]
@@ -218,7 +271,8 @@ def test_refused(tmp_path):
     )
     assert (
         "without the hybrid KV cache manager" in refused["manager"]
-        and "beside layers with a sliding window" in refused["hybrid"]
+        and "kv_connector='ExampleConnector': " in refused["connector"]
+        and "spec_name='TieringOffloadingSpec' of the OffloadingConnector" in refused["tier"]
     )
     assert (
         "16 drafts of a step, at most 15 are" in refused["drafts"]

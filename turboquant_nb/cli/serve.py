@@ -52,30 +52,20 @@ def cache_size(
     """What the cache holds: bytes of a token on all GPUs, the same for 16-bit states, bytes of
     the recent and first tokens of a request that decodes and of a chunk of a prompt, and tokens
     of one request at most where memory and weights are known. Layers with a sliding window hold
-    no more than it, and are counted only where there are no others. Raises ValueError for a
-    model that is not served, and for first tokens that find no room."""
+    no more than it, and tokens count only where there are no others; states of layers without
+    keys and values do not count. Raises ValueError for a model that is not served, and for
+    first tokens that find no room."""
     info = models.ModelInfo(config)
     facts = info.facts
-    if other := len(info.layers) - len(info.coded):
-        raise ValueError(
-            f"{facts['model type']} has {other} layers without keys and values of their own: "
-            "such models are not served"
-        )
-    if serving.recent and any(x.sliding_window is not None for x in info.coded):
-        raise ValueError(
-            f"{serving.recent} exact recent tokens are not served beside layers with a sliding "
-            "window: --recent 0 turns them off"
-        )
     layers = sum(x.sliding_window is None for x in info.coded) or len(info.coded)
     d, heads = facts["head size"], max(1, facts["KV heads"] // gpus) * gpus
     found = dict(
         bytes_per_token=layers * heads * serving.bytes_per_token(d),
         bytes_16_bit=layers * heads * 4 * d,
     )
+    page = len(info.coded) * heads * block * serving.bytes_per_token(d)
     for name, step in (("recent_bytes", 1), ("chunk_bytes", chunk)):
-        found[name] = (
-            serving.recent_blocks(block, d, 2, step) * block * found["bytes_per_token"]
-        )
+        found[name] = serving.recent_blocks(block, d, 2, step) * page
     found["times_16_bit"] = found["bytes_16_bit"] / found["bytes_per_token"]
     if memory is not None and weights is not None:
         room = memory * gpus - weights
@@ -207,8 +197,7 @@ class _Served:
     )
     recent: int | None = option(
         None,
-        "Tokens before a step that are read exactly; without it, as many as the recipe says, "
-        "and none beside layers with a sliding window.",
+        "Tokens before a step that are read exactly; without it, as many as the recipe says.",
         metavar="TOKENS",
         parser=None,
         min=0,
@@ -231,10 +220,7 @@ def _serving_config(served: _Served, model_config):
         recipe = recipe_data(read_recipe(recipe))
         if isinstance(recipe, list):
             raise Usage("recipe: one recipe for all layers can be served, got a list")
-    slides = served.recent is None and any(
-        x.sliding_window is not None for x in models.ModelInfo(model_config).coded
-    )
-    exact = dict(recent=0 if slides else served.recent, sinks=served.sinks)  # `_about` says so
+    exact = dict(recent=served.recent, sinks=served.sinks)
     given = dict(recipe=recipe) | {name: x for name, x in exact.items() if x is not None}
     with at_fault(ValueError, TypeError, where="recipe: "):
         serving.of(given)
@@ -336,7 +322,8 @@ def _about(served: _Served, serving, size: dict, version: str) -> str:
         if serving.calibration is not None and serving.calibration.centers
         else "; keys are coded without a mean: --calibration gives one"
     )
+    newer = vllm.version_remark(version)
     return (
         f"turboquant: {served.model} on vLLM {version}: "
-        f"{per}{most}{near if serving.recent else none}{means}"
+        f"{per}{most}{near if serving.recent else none}{means}{newer and f'; {newer}'}"
     )
