@@ -28,8 +28,9 @@ interpreter.quicken()
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin
 # with: no long file is left for the end.
 LONGEST = (
-    "hf decode_kernel encode_kernel cells hf_kernels hf_static hf_model hf_graphs "
-    "hf_random lmcache attention architectures store models evaluate calibrate chat hf_system"
+    "encode_kernel cells hf chat bench decode_kernel hf_graphs models hf_model heads viterbi "
+    "way calibrate hf_kernels long app deferred esm hf_static answers lmcache architectures "
+    "apple sandbox store attention generation hf_system hf_random evaluate"
 ).split()
 
 

@@ -506,7 +506,12 @@ class Tree:
         def run():
             path, source = self.path(mutant.module), self.sources[mutant.module]
             new = mutated(mutant, source) if mutant.operator != CONTROL else source
-            print(json.dumps(both := change(source, new, mutant.line)), flush=True)
+            try:
+                both = change(source, new, mutant.line)
+            except SyntaxError as error:  # `not x := y`
+                print(json.dumps(("", f"not Python: {error}")), flush=True)
+                return 3
+            print(json.dumps(both), flush=True)
             if (mutant.module, *both) in known or (
                 new != source and ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))
             ):

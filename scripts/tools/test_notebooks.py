@@ -15,9 +15,9 @@ import nbdev.test
 from notebooks import text_of
 
 LONGEST = (
-    "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch "
-    "60_calibrate 53_graphs 94_images 32_attention 41_decode 40_encode 13_qjl "
-    "31_store 20_quantizer 84_tasks"
+    "61_sensitivity 83_score 60_calibrate 84e_long 84_tasks 57_storage 21_residual 76_serving "
+    "62_fold 80_models 98_claims 56_hf 63_small 53_graphs 13_qjl 40b_viterbi guide 94_images "
+    "84c_sandbox 97_retrieval"
 ).split()
 PAGES = (
     "90_speed 91_leaderboard 92_generate 93_proteins roofline index guide".split()

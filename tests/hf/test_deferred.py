@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from eval import architectures
-from tests.helpers import VOCAB, exact_recipe, prompt
+from tests.helpers import VOCAB, covering_pairs, exact_recipe, prompt
 from turboquant_nb.hf import TurboQuantCache, deferred
 from turboquant_nb.hf.model_info import _BY_HAND, ModelInfo
 
@@ -86,8 +86,11 @@ def test_every_class_that_is_served_has_a_case():
     assert _BY_HAND <= classes
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+CASES = [(x, y) for x in FAMILIES for y in ("greedy", "lookup", "chunks")]
+CASES += covering_pairs([*FAMILIES], ["beams", "sampling"])
+
+
+@pytest.mark.parametrize("family, way", CASES)
 def test_equal_tokens_on_codes(family, way):
     how, model = WAYS[way], made(family)
     inputs = prompt(3, 30)
@@ -175,10 +178,9 @@ def test_scores_that_are_not_known_are_decoded():
     assert any("own scores" in x for x in cache.report()["reasons"])
 
 
-@pytest.mark.parametrize("family", ["GPTJ", "Bloom", "Falcon, ALiBi"])
-def test_compiled_and_static_get_tensors(family):
+def test_compiled_and_static_get_tensors():
     torch._dynamo.reset()
-    model, inputs = copy.deepcopy(made(family)), prompt(2, 20)
+    model, inputs = copy.deepcopy(made("Bloom")), prompt(2, 20)
     want = own(model, inputs)
     static = TurboQuantCache(model, exact_recipe(), max_length=64, static=True, graphs=False)
     assert "another shape in each step" in static.reader.why

@@ -461,8 +461,10 @@ def test_paged_memory_takes_no_cache():
     """Continuous batching has memory of its own, and transformers passes a cache by without a
     word: it stays empty, and says so."""
     model, cache = tiny(), ours(tiny())
+    paged = transformers.ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64)
+    how = dict(cache_implementation="paged", continuous_batching_config=paged)
     try:
-        tokens(model, prompt(1, 12, padded=False), cache, cache_implementation="paged")
+        tokens(model, prompt(1, 12, padded=False), cache, **how)
     except (ValueError, ImportError) as refused:
         assert str(refused)
     assert cache.get_seq_length() == 0 and cache.report()["tokens"] == 0

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 
 def deep():
-    return tiny("llama", num_hidden_layers=12)
+    return tiny("llama", num_hidden_layers=4)
 
 
 def pair(model, recipe="k4v4", **kwargs):
@@ -43,7 +43,7 @@ def same_tokens(model, inputs, caches, **options):
     "way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False])
 )
 def test_tokens_of_captured_steps_are_those_of_eager_ones(way, padded):
-    """12 layers: one capture, and every step after the two that come before it is a replay.
+    """Four layers: one capture, and every step after the two that come before it is a replay.
     Kills: a length, a position or padding that Python baked into the recording."""
     options = {
         "greedy": {},
@@ -231,19 +231,19 @@ def test_a_model_that_no_graph_can_hold_runs_eagerly(spoil, why):
     assert caches[1].report()["tokens"] == 27
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HYBRID])
-def test_families(name):
+@pytest.mark.parametrize(
+    "name, padded", covering_pairs([n for n in FAMILIES if n not in HYBRID], [True, False])
+)
+def test_families(name, padded):
     "Every family: the tokens of eager steps, by replays or with a reason."
     model = tiny(name)
-    for padded in (False, True):
-        caches = pair(model, max_length=64, static=name in SLIDING)
-        same_tokens(
-            model, prompt(2, 20, padded=padded), caches, max_new_tokens=6, disable_compile=True
-        )
-        r = caches[1].report()["graphs"]
-        assert r["replayed"] >= 4 and not r["why_not"] or r["why_not"], r
-        if name in ("llama", "mistral", "qwen3", "gemma3_text", "phi3", "olmo2", "smollm3"):
-            assert r["replayed"] >= 4, r
+    caches = pair(model, max_length=64, static=name in SLIDING)
+    inputs = prompt(2, 20, padded=padded)
+    same_tokens(model, inputs, caches, max_new_tokens=6, disable_compile=True)
+    r = caches[1].report()["graphs"]
+    if name in ("llama", "mistral", "qwen3", "gemma3_text", "phi3", "olmo2", "smollm3"):
+        assert r["replayed"] >= 4, r
+    assert r["replayed"] >= 4 or r["why_not"], r
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.helpers import (
     MODES,
     Calls,
     cache_for,
+    covering_pairs,
     exact_recipe,
     generate,
     prompt,
@@ -51,8 +52,9 @@ def no_masks(monkeypatch):
 # -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in OWN])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "name, padded", covering_pairs([n for n in FAMILIES if n not in OWN], [False, True])
+)
 def test_no_mask_is_made(name, padded, no_masks):
     """Causal order, left padding and sliding windows are ranges; the tokens are those of
     transformers' own cache when every token is in the exact window."""
@@ -67,9 +69,10 @@ def test_no_mask_is_made(name, padded, no_masks):
     assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_no_mask_in_any_way_of_generating(name, mode, no_masks):
+@pytest.mark.parametrize(
+    "mode, name", covering_pairs([*MODES], ["llama", "gemma3_text", "gpt_oss"])
+)
+def test_no_mask_in_any_way_of_generating(mode, name, no_masks):
     model = tiny(name)
     generate(model, prompt(2, 30), "turboquant", "k3v3", padding=False, **MODES[mode])
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)

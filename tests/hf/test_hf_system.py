@@ -213,100 +213,25 @@ def test_a_hundred_thousand_tokens_to_disk_and_back(long_cache, tmp_path):
     assert (tmp_path / "c").read_bytes() == (tmp_path / "d").read_bytes()
 
 
-def test_truncated_and_changed_files_are_refused(long_cache, tmp_path):
-    "Cut anywhere, or any byte changed anywhere: in the lengths, the header, the tensors."
-    model, cache = long_cache
-    cache.save(tmp_path / "c")
-    whole = bytearray((tmp_path / "c").read_bytes())
-    g = torch.Generator().manual_seed(0)
-    cuts = [0, 1, 7, 8, 9, 100, len(whole) // 2, len(whole) - 1] + torch.randint(
-        len(whole), (4,), generator=g
-    ).tolist()
-    head = int.from_bytes(whole[21:29], "little")
-    places = [
-        0,
-        3,
-        7,
-        8,
-        30,
-        head // 2,
-        head,
-        head + 7,
-        head + 8,
-        len(whole) - 1,
-    ] + torch.randint(len(whole), (6,), generator=g).tolist()
-    bad = tmp_path / "bad"
-    for n in cuts:
-        bad.write_bytes(whole[:n])
-        with pytest.raises(ValueError):
-            TurboQuantCache.load(bad, model)
-    for at in places:
-        changed = bytearray(whole)
-        changed[at] ^= 0x15
-        bad.write_bytes(changed)
-        with pytest.raises(ValueError):
-            TurboQuantCache.load(bad, model)
-    bad.write_bytes(whole + b"x")
-    with pytest.raises(ValueError):
-        TurboQuantCache.load(bad, model)
-    bad.write_bytes(whole)
-    assert TurboQuantCache.load(bad, model).get_seq_length() == 100_000
-
-
-# --- the wrong model, dtype, device
-# ----------------------------------------------------------------
-
-WRONG = {
-    "more layers": (
-        lambda: tiny(num_hidden_layers=3),
-        "built for another model: it has layers 2, not 3",
-    ),
-    "other heads": (lambda: tiny(num_key_value_heads=4), "KV heads 2, not 4"),
-    "other head size": (lambda: tiny(head_dim=16), "head size 8, not 16"),
-    "another RoPE": (
-        lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
-        "RoPE .*10000.* not .*500.0",
-    ),
-    "other dtype": (
-        lambda: tiny().to(torch.bfloat16),
-        "keys of layer 0 must be torch.float32 on cpu like the store, got torch.bfloat16",
-    ),
-    "other device": (
-        lambda: tiny().to("meta"),
-        "keys of layer 0 must be torch.float32 on cpu like the store, got torch.float32 on "
-        "meta",
-    ),
-}
+# --- the wrong dtype, device
+# ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-@pytest.mark.parametrize("which", WRONG)
-def test_the_wrong_model_is_named(which, attention):
-    """A cache that holds tokens of one model refuses those of another before it stores one; a
-    RoPE of another base was taken without a word."""
-    import copy
-
-    model = copy.deepcopy(tiny())
-    model.set_attn_implementation(attention)
-    cache = cache_for(model, "k3v3")
+@pytest.mark.parametrize("other", [torch.bfloat16, "meta"])
+def test_states_of_another_kind_are_named(other, attention):
+    "A cache that holds tokens refuses them before it stores one."
+    model, away = tiny(), copy.deepcopy(tiny()).to(other)
+    for x in (model, away):
+        x.set_attn_implementation(attention)
+    cache, ids = cache_for(model, "k3v3"), torch.ones(1, 1, dtype=torch.long)
+    got = "torch.bfloat16" if other == torch.bfloat16 else "torch.float32 on meta"
+    text = f"keys of layer 0 must be torch.float32 on cpu like the store, got {got}"
     with torch.no_grad():
         model(**prompt(1, 9, padded=False), past_key_values=cache)
-    before = [x.clone() for layer in cache.layers for x in layer.store.read()]
-    make, text = WRONG[which]
-    other = (
-        copy.deepcopy(tiny()).to(torch.bfloat16)
-        if which == "other dtype"
-        else copy.deepcopy(tiny()).to("meta")
-        if which == "other device"
-        else copy.deepcopy(make())
-    )
-    other.set_attn_implementation(attention)
-    ids = torch.ones(1, 1, dtype=torch.long, device=other.device)
-    with torch.no_grad(), pytest.raises(ValueError, match=text):
-        other(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=text):
+            away(ids.to(away.device), past_key_values=cache)
     assert cache.get_seq_length() == 9
-    for a, b in zip([x for layer in cache.layers for x in layer.store.read()], before):
-        assert a.shape == b.shape
 
 
 def test_a_forward_pass_that_broke_off():

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import turboquant_nb
-from tests.helpers import exact_recipe, prompt, tiny
+from tests.helpers import covering_pairs, exact_recipe, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import cache as hf_cache
 from turboquant_nb.hf import hooks
@@ -61,17 +61,19 @@ def words():
     return PreTrainedTokenizerFast(tokenizer_object=each, unk_token="w1", pad_token="w0")
 
 
-@pytest.mark.parametrize("way", WAYS)
+MODELS = [
+    *itertools.product(["llama", "qwen3", "gemma3_text"], ATTENTIONS),
+    *itertools.product(["gemma2"], ["eager", "flex_attention"]),
+    ("gpt_oss", "eager"),
+]
+
+
 @pytest.mark.parametrize(
-    "name, attention",
-    [
-        *itertools.product(["llama", "qwen3", "gemma3_text"], ATTENTIONS),
-        *itertools.product(["gemma2"], ["eager", "flex_attention"]),
-        ("gpt_oss", "eager"),
-    ],
+    "model, way", covering_pairs(MODELS, [*WAYS]) + [(MODELS[0], way) for way in WAYS][1:]
 )
-def test_equal_tokens_on_codes_under_any_attention(name, attention, way):
+def test_equal_tokens_on_codes_under_any_attention(model, way):
     """With all tokens held exactly they are transformers' own; the model's setting stays."""
+    name, attention = model
     model, inputs = tiny(name), prompt(3, 30)
     want = own(model, inputs, **WAYS[way])
     model.set_attn_implementation(attention)
@@ -83,10 +85,11 @@ def test_equal_tokens_on_codes_under_any_attention(name, attention, way):
     assert len(each) == 2 and all(x["prefill"] for x in each.values())
 
 
-@pytest.mark.parametrize("way", ["greedy", "beams", "chunks"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    "way, name", covering_pairs(["greedy", "beams", "chunks"], ["llama", "gemma3_text"])
+)
 @pytest.mark.parametrize("flash", ["flash_attention_2", "flash_attention_3"])
-def test_flash_is_not_called(flash, name, way, monkeypatch):
+def test_flash_is_not_called(flash, way, name, monkeypatch):
     """Flash attention needs a GPU. A cache is read on codes before it is called, which it is
     with any other cache."""
     model, inputs = copy.deepcopy(tiny(name)), prompt(3, 30)
@@ -133,16 +136,6 @@ def test_the_model_is_as_it_was():
     assert torch.equal(text(**inputs).logits, before)
 
 
-def test_assisted_generation_and_prompt_lookup():
-    model, twin = tiny(), copy.deepcopy(tiny())
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
-    inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-    want = own(model, inputs)
-    for how in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=twin)):
-        cache = TurboQuantCache(model, exact_recipe())
-        assert torch.equal(tokens(model, inputs, cache, **how), want) and on_codes(cache)
-
-
 def test_a_cache_of_a_config_is_on_codes_too():
     model, inputs = tiny("qwen3"), prompt(2, 24)
     cache = TurboQuantCache(model.config, exact_recipe())
@@ -167,15 +160,24 @@ def test_weights_of_eager_attention():
 
 
 def test_a_mask_that_adds_a_bias_is_served_on_codes():
-    model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
-    bias = torch.randn(2, 1, 1, 21, generator=torch.Generator().manual_seed(0))
-    out = []
-    for cache in (DynamicCache(config=model.config), TurboQuantCache(model, exact_recipe())):
+    "Of a prompt, a chunk and a step."
+    model, ids, out = tiny(), prompt(2, 20, padded=False)["input_ids"], {}
+    g = torch.Generator().manual_seed(0)
+    passes = [
+        (n, torch.randn(2, 1, n, m, generator=g)) for n, m in ((20, 20), (3, 23), (1, 24))
+    ]
+    for attention in ("eager", "sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = DynamicCache(config=model.config)
+        if attention != "eager":
+            cache = TurboQuantCache(model, exact_recipe())
         with torch.no_grad():
-            model(ids, past_key_values=cache)
-            out.append(model(ids[:, :1], attention_mask=bias, past_key_values=cache).logits)
-    torch.testing.assert_close(*out)
-    assert cache.report()["served"] == {"prefill": 2, "codes": 2}
+            for n, bias in passes:
+                logits = model(ids[:, :n], attention_mask=bias, past_key_values=cache).logits
+                out.setdefault(attention, []).append(logits)
+        if attention != "eager":
+            torch.testing.assert_close(out[attention], out["eager"], rtol=1e-4, atol=1e-4)
+            assert on_codes(cache)
 
 
 def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -64,15 +62,10 @@ def places(c, side):
     return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
 
 
-def compiled(fn, kind, constants, types=TYPES, **options):
+def compiled(fn, constants, types=TYPES, kind=ASTSource, **options):
     "For a Hopper GPU, strides of the engine's tensors multiples of 16."
-    src = aot_decode.source(fn, kind, types, constants)
-    src.attrs |= {
-        (fn.arg_names.index(n),): [["tt.divisibility", 16]]
-        for n in STRIDES
-        if n in fn.arg_names
-    }
-    return triton.compile(src, target=GPUTarget("cuda", 90, 32), options=options)
+    strides = aot_decode.STRIDES + STRIDES
+    return aot_decode.compiled(fn, constants, 90, types, kind, strides, **options)
 
 
 def chains(c, codebook):
@@ -114,7 +107,7 @@ def fragments(
     constants |= dict(each_length=1)
     fn = decode_mma._decode_kernel
     options = dict(num_warps=1, launch_pdl=True) | ({"maxnreg": regs} if regs else {})
-    return compiled(fn, GluonASTSource, constants, types, **options)
+    return compiled(fn, constants, types, GluonASTSource, **options)
 
 
 def sizes(c):
@@ -156,7 +149,7 @@ def portable(c, sliding=False, capped=False, listed=True, codebook=None):
     types = TYPES | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
     types |= dict.fromkeys(("KSCALE", "VSCALE"), "*fp16") | dict.fromkeys(PLANES, "*u8")
     options = dict(num_warps=8 if codebook else 4, num_stages=1)
-    return compiled(decode._portable_kernel, ASTSource, constants, types, **options)
+    return compiled(decode._portable_kernel, constants, types, **options)
 
 
 def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False, listed=True):
@@ -174,7 +167,7 @@ def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False
         LISTED=listed,
         PDL=True,
     )
-    return compiled(cells._join_kernel, ASTSource, constants, num_warps=4, launch_pdl=True)
+    return compiled(cells._join_kernel, constants, num_warps=4, launch_pdl=True)
 
 
 def append(c, steps=4, centred=False, step=0):
@@ -202,7 +195,7 @@ def append(c, steps=4, centred=False, step=0):
         PDL=True,
         STEP=step,
     )
-    return compiled(cells._append_kernel, ASTSource, constants, num_warps=4, num_stages=2)
+    return compiled(cells._append_kernel, constants, num_warps=4, num_stages=2)
 
 
 def past(c, codebook=None):
@@ -218,13 +211,12 @@ def past(c, codebook=None):
         VB=c.value_bits,
     )
     constants |= windows(c, codebook)
-    return compiled(cells._past_kernel, ASTSource, constants, num_warps=4)
+    return compiled(cells._past_kernel, constants, num_warps=4)
 
 
 def recent(c, sinks=0):
     return compiled(
         cells._recent_kernel,
-        ASTSource,
         sizes(c) | dict(N=16, S=sinks, PDL=True),
         num_warps=1,
         launch_pdl=True,
@@ -232,19 +224,18 @@ def recent(c, sinks=0):
 
 
 def sinks(c):
-    return compiled(cells._sinks_kernel, ASTSource, dict(B=64, T=256, S=4), num_warps=1)
+    return compiled(cells._sinks_kernel, dict(B=64, T=256, S=4), num_warps=1)
 
 
 def work(c, sliding=False):
     return compiled(
-        cells._work_kernel, ASTSource, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1
+        cells._work_kernel, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1
     )
 
 
 def join_past(c):
     return compiled(
         cells._join_past_kernel,
-        ASTSource,
         dict(D=c.d_value, DP=decode.padded_size(c.d_value), M=16),
         num_warps=4,
     )

@@ -53,21 +53,27 @@ TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") |
 )
 
 
-def source(fn, kind, types, constants):
-    """What Triton compiles, with every pointer aligned to 16 bytes and strides that are
-    multiples of 16 elements, as torch allocates."""
+STRIDES = "bias_stride sb sh sn ckb ckh ckn cvb cvh cvn".split()
+
+
+def compiled(
+    fn, constants, capability=90, types=TYPES, kind=ASTSource, strides=STRIDES, **options
+):
+    """A kernel for a GPU, with every pointer aligned to 16 bytes and strides that are multiples
+    of 16 elements, as torch allocates."""
     index = {name: (i,) for i, name in enumerate(fn.arg_names)}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in fn.arg_names
     }
-    strides = ("bias_stride", "sb", "sh", "sn", "ckb", "ckh", "ckn", "cvb", "cvh", "cvn")
     attrs = {
         index[n]: [["tt.divisibility", 16]]
         for n, t in signature.items()
         if t.startswith("*") or n in strides
     }
-    return kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
+    source = kind(fn, signature, {index[n]: v for n, v in constants.items()}, attrs)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=options)
 
 
 def chains_of(codebook, d, bits):
@@ -115,8 +121,8 @@ def build(
         G=form,
     )
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
-    src = source(decode_mma._decode_kernel, GluonASTSource, TYPES, flags)
-    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
+    fn = decode_mma._decode_kernel
+    return compiled(fn, flags, capability, kind=GluonASTSource, **options)
 
 
 def combine(capability=90, d=128, fast=True, together=1, each=16, rotary=0):
@@ -146,11 +152,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16, rotary=0):
         DRP=rotary,
     )
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
-    return triton.compile(
-        source(decode._combine_kernel, ASTSource, types, constants),
-        target=GPUTarget("cuda", capability, 32),
-        options=options,
-    )
+    return compiled(decode._combine_kernel, constants, capability, types, **options)
 
 
 def portable(capability=90, d=128, bits=(3, 3), codebook=None):
@@ -181,12 +183,8 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
     )
     windows = (decode.window_chain(chain, d) for chain in chains)
     constants |= decode._NO_TABLE | dict(zip(("KX", "VX"), windows))
-    src = source(decode._portable_kernel, ASTSource, types, constants)
-    return triton.compile(
-        src,
-        target=GPUTarget("cuda", capability, 32),
-        options=dict(num_warps=8 if d > 128 or codebook else 4, num_stages=1),
-    )
+    options = dict(num_warps=8 if d > 128 or codebook else 4, num_stages=1)
+    return compiled(decode._portable_kernel, constants, capability, types, **options)
 
 
 def pre_rope(capability=90, d=128, rotary=None):
@@ -204,10 +202,7 @@ def pre_rope(capability=90, d=128, rotary=None):
         HAS_LENGTH=False,
         PDL=capability >= 90,
     )
-    src = source(query._mean_bias_kernel, ASTSource, TYPES, constants)
-    return triton.compile(
-        src, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4)
-    )
+    return compiled(query._mean_bias_kernel, constants, capability, num_warps=4)
 
 
 def transform(capability=90, d=128, rows=4):
@@ -224,11 +219,7 @@ def transform(capability=90, d=128, rows=4):
     else:
         fn, constants = query._rotate_many_kernel, dict(D=d, SLICE=32, ROWS=rows, COLS=32)
         options |= {"num_stages": 1}
-    built = triton.compile(
-        source(fn, ASTSource, types, constants),
-        target=GPUTarget("cuda", capability, 32),
-        options=options,
-    )
+    built = compiled(fn, constants, capability, types, **options)
     assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly
     return built
 
@@ -243,11 +234,7 @@ def look_up(capability=90, d=128, bits=3, by_token=False):
     )
     padded = decode.padded_size(d)
     constants = dict(D=d, DP=padded, R=64, ROWS=16, BITS=bits, BY_TOKEN=by_token, RANGE=True)
-    return triton.compile(
-        source(blocks._look_up_kernel, ASTSource, types, constants),
-        target=GPUTarget("cuda", capability, 32),
-        options=dict(num_warps=4),
-    )
+    return compiled(blocks._look_up_kernel, constants, capability, types, num_warps=4)
 
 
 def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
@@ -270,17 +257,13 @@ def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
         PARTS=parts,
         ASM=True,
     )
-    return triton.compile(
-        source(blocks._read_kernel, ASTSource, types, constants),
-        target=GPUTarget("cuda", capability, 32),
-        options=dict(num_warps=4),
-    )
+    return compiled(blocks._read_kernel, constants, capability, types, num_warps=4)
 
 
-def usage(compiled, capability):
+def usage(built, capability=90):
     "Registers a thread, bytes of stack and of spills a thread, bytes of shared memory."
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
-        f.write(compiled.asm["ptx"])
+        f.write(built.asm["ptx"])
         f.flush()
         said = subprocess.run(
             [
@@ -300,7 +283,7 @@ def usage(compiled, capability):
         "registers": int(re.search(r"Used (\d+) registers", text)[1]),
         "stack": int(re.search(r"(\d+) bytes stack", text)[1]),
         "spills": spills,
-        "shared": compiled.metadata.shared,
+        "shared": built.metadata.shared,
     }
 
 

@@ -3,22 +3,17 @@ shared memory of each variant as JSON lines; run by test_encode_kernel.py in a p
 own, because the interpreter and the compiler exclude each other."""
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
+from pathlib import Path
 
 import torch
-import triton
-import triton.backends.nvidia as nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parent))
+import aot_decode
 
 from turboquant_nb.kernels import encode as kernel
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-TOOL = os.path.join(os.path.dirname(nvidia.__file__), "bin", "cuobjdump")
 
 
 def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=0, dv=None):
@@ -39,51 +34,14 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=
 
 def compiled(f, constants, dtype, capability, options):
     "A kernel for pointers and numbers as `append` gives them."
-    types = {}
-    for name in f.arg_names:
-        kind = name[1:]
-        if name in constants:
-            types[name] = "constexpr"
-        elif name in ("START", "POSITION", "FLAG", "COS_SIN") or kind in (
-            "X",
-            "W",
-            "MEAN",
-            "TAB",
-            "SCALE",
-            "SINKS",
-            "RING",
-        ):
-            of_mean = (
-                "*fp32" if f is kernel._encode_kernel and not constants["KC"].ROPE else "*bf16"
-            )
-            types[name] = {
-                "X": NAMES[dtype],
-                "SINKS": NAMES[dtype],
-                "RING": NAMES[dtype],
-                "W": "*bf16",
-                "MEAN": of_mean,
-                "TAB": "*fp32",
-                "SCALE": "*fp16",
-                "TART": "*i64",
-                "OS_SIN": "*fp16",
-            }.get(kind, "*i32")
-        else:
-            types[name] = (
-                "*u8" if kind in ("P0", "P1", "P2") else "fp32" if kind == "factor" else "i32"
-            )
-    index = {name: (i,) for i, name in enumerate(f.arg_names)}
-    aligned = [
-        n
-        for n, t in types.items()
-        if t.startswith("*") or n[1:] in ("sb", "sh", "sn") and n not in constants
-    ]
-    source = ASTSource(
-        f,
-        types,
-        {index[n]: v for n, v in constants.items()},
-        {index[n]: [["tt.divisibility", 16]] for n in aligned},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    plain = f is kernel._encode_kernel and not constants["KC"].ROPE
+    of_side = dict.fromkeys(("X", "SINKS", "RING"), NAMES[dtype])
+    of_side |= dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(W="*bf16", TAB="*fp32")
+    of_side |= dict(MEAN="*fp32" if plain else "*bf16", SCALE="*fp16", factor="fp32")
+    types = dict(START="*i64", COS_SIN="*fp16", POSITION="*i32", FLAG="*i32")
+    types |= {side + name: x for side in "KVkv" for name, x in of_side.items()}
+    strides = [side + name for side in "kv" for name in ("sb", "sh", "sn")]
+    return aot_decode.compiled(f, constants, capability, types, strides=strides, **options)
 
 
 def build(
@@ -122,22 +80,9 @@ def build(
     return compiled(kernel._short_kernel, shared | more, dtype, capability, options)
 
 
-def usage(compiled):
-    "Registers a thread, bytes of stack a thread (spills), bytes of shared memory."
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
-        f.write(compiled.asm["cubin"])
-        f.flush()
-        said = subprocess.run([TOOL, "-res-usage", f.name], capture_output=True, text=True)
-    text = said.stdout + said.stderr
-    return {
-        "registers": int(re.search(r"REG:(\d+)", text)[1]),
-        "stack": int(re.search(r"STACK:(\d+)", text)[1]),
-        "shared": compiled.metadata.shared,
-    }
-
-
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
         built = case | ({"dtype": getattr(torch, case["dtype"])} if "dtype" in case else {})
-        print(json.dumps(case | usage(build(**built))), flush=True)
+        used = aot_decode.usage(build(**built), case.get("capability", 90))
+        print(json.dumps(case | used), flush=True)

@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -35,8 +33,7 @@ def build(kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4), flags=Fa
         constants |= dict(DR=dr, DRP=padded_size(dr), HR=padded_size(dr // 2), Q=form.rows)
         constants |= dict(KB=bits[0], VB=bits[1], PARTS=1, ASM=True)
     options = dict(num_warps=form.warps, num_stages=form.stages)
-    src = aot_decode.source(fn, kind, TYPES, constants)
-    return triton.compile(src, target=GPUTarget("cuda", capability, 32), options=options)
+    return aot_decode.compiled(fn, constants, capability, TYPES, kind, **options)
 
 
 if __name__ == "__main__":

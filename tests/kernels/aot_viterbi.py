@@ -6,12 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
 sys.path.insert(0, str(Path(__file__).parent))
-import aot_encode
+import aot_decode
 
 from turboquant_nb.kernels import blocks, viterbi
 from turboquant_nb.quant.mixed_precision import find_code
@@ -23,17 +19,8 @@ TYPES |= dict(P0="*u8", P1="*u8", TABLE="*fp16", CHAIN="*i32", width="i32")
 
 
 def compiled(kernel, out, constants, capability, warps):
-    names = kernel.arg_names
-    types = {n: "constexpr" if n in constants else TYPES.get(n, out) for n in names}
-    index = {name: (i,) for i, name in enumerate(names)}
-    source = ASTSource(
-        kernel,
-        types,
-        {index[n]: v for n, v in constants.items()},
-        {index[n]: [["tt.divisibility", 16]] for n, t in types.items() if t[0] == "*"},
-    )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    types = {n: TYPES.get(n, out) for n in kernel.arg_names}
+    return aot_decode.compiled(kernel, constants, capability, types, num_warps=warps)
 
 
 def build(kernel, bits, codebook, capability=90, d=128, block=32, along="token"):
@@ -55,4 +42,7 @@ def build(kernel, bits, codebook, capability=90, d=128, block=32, along="token")
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        print(json.dumps(case | aot_encode.usage(build(**case))), flush=True)
+        print(
+            json.dumps(case | aot_decode.usage(build(**case), case.get("capability", 90))),
+            flush=True,
+        )

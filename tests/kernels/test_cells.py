@@ -37,7 +37,7 @@ from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import RecentBlocks, ahead_of_time, random_history
+from tests.helpers import RecentBlocks, ahead_of_time, covering_pairs, random_history
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -256,41 +256,6 @@ def test_list_of_work(parts, window, own, sinks):
 
 
 @needs_triton
-def test_compiled_for_hopper():
-    """The kernels of a step, with the settings that are launched: no spills where they would
-    cost, copies of 16 bytes."""
-    pytest.importorskip("triton.experimental.gluon")
-    fragments = [
-        dict(kernel="fragments", tokens=64),
-        dict(kernel="fragments", tokens=64, listed=False),
-        dict(kernel="fragments", tokens=128, d=64),
-        dict(kernel="fragments", tokens=64, centred=True),
-    ]
-    for got in ahead_of_time(*fragments, script="aot_cells.py"):
-        assert (
-            got["spills"] == 0 and got["copies of 16 bytes"] > 0 and got["registers"] <= 255
-        ), got
-    joins = [
-        dict(kernel="join", listed=False),
-        dict(kernel="join", recent=True),
-        dict(kernel="join", together=16, recent=True),
-    ]
-    for got in ahead_of_time(
-        dict(kernel="append", steps=1, centred=True),
-        *joins,
-        dict(kernel="past"),
-        dict(kernel="join_past"),
-        dict(kernel="recent"),
-        dict(kernel="recent", sinks=4),
-        dict(kernel="sinks"),
-        dict(kernel="work"),
-        dict(kernel="work", sliding=True),
-        script="aot_cells.py",
-    ):
-        assert got["spills"] == 0, got
-
-
-@needs_triton
 def test_many_requests_of_three_heads(gen):
     """A batch whose rows are joined several at a time, where a KV head has three query heads:
     the kernel takes powers of two."""
@@ -356,25 +321,23 @@ def exact_blocks(gen, plan, requests, m, tokens, sinks):
     return near
 
 
-EXACT = [
-    (tokens, sinks, of, options)
-    for tokens, sinks in ((1, 0), (7, 0), (100, 0), (1, 4), (7, 3), (9, 20))
-    for of, options in (
+EXACT = covering_pairs(
+    ((1, 4), (7, 3), (9, 20), (7, 0), (1, 0), (100, 0)),  # recent tokens, first ones
+    (
         (dict(), {}),
         (dict(m=4, group=5), dict(softcap=3.0)),
         (dict(m=2, d=48, n=32), dict(sliding_window=40)),
-        (dict(m=2, d=48), dict(sliding_window=5)),
-    )
-    if not sinks or options.get("sliding_window") != 5  # which sees no first token
-]
+    ),
+) + [((tokens, 0), (dict(m=2, d=48), dict(sliding_window=5))) for tokens in (1, 7)]
 
 
 @needs_triton
-@pytest.mark.parametrize("tokens,sinks,of,options", EXACT)
-def test_recent_and_first_tokens(tokens, sinks, of, options, gen):
+@pytest.mark.parametrize("held,asked", EXACT)
+def test_recent_and_first_tokens(held, asked, gen):
     """Exact tokens before the queries' and first ones, with a centre; requests with more and
     with fewer of them than their past has. Mutants: a table that is shifted by a block reads
     others; of one first token less the codes are read, which are of no use."""
+    (tokens, sinks), (of, options) = held, asked
     plain, cache, table, lengths, q, k, v = case(
         gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of
     )
@@ -383,13 +346,13 @@ def test_recent_and_first_tokens(tokens, sinks, of, options, gen):
     m, read, rule = of.get("m", 1), Requests(table, lengths), Rule(**options)
     near = exact_blocks(gen, plan, read, m, tokens, sinks)
     exact = Exact(k + center, v, near)
-    held = [
+    counts = [
         near.read_first(i, max(0, x - m), 1)[0].shape[0] for i, x in enumerate(lengths.tolist())
     ]
-    assert max(held) == min(sinks, max(0, 70 - m - tokens)) and min(held) == 0
+    assert max(counts) == min(sinks, max(0, 70 - m - tokens)) and min(counts) == 0
     want = check(plan, cache, read, q, exact, rule)
     scale = plan.views(cache)["key scale"]
-    for row, count in zip(table, held):
+    for row, count in zip(table, counts):
         for t in range(count):
             scale[row[t // plan.cell.tokens], :, t % plan.cell.tokens] = torch.nan
     if sinks:
@@ -418,8 +381,8 @@ def test_recent_states_are_copied_to_their_slots(gen):
 
 
 @needs_triton
-@pytest.mark.parametrize("block,sinks,window", ((4, 3, 3), (2, 5, 1)))
-def test_first_tokens_travel(block, sinks, window, gen):
+@pytest.mark.parametrize("block,sinks,window,steps", ((4, 3, 3, 22), (2, 5, 1, 14)))
+def test_first_tokens_travel(block, sinks, window, steps, gen):
     """Random histories as in test_pages.py, with the kernels: origins are those of the loop on
     the host, also where requests begin in one another's blocks."""
 
@@ -438,7 +401,7 @@ def test_first_tokens_travel(block, sinks, window, gen):
         cache.copy_(there)
 
     wrong, seen = random_history(
-        RecentBlocks(block, sinks, window, 8, gen, store, locate), 40, gen
+        RecentBlocks(block, sinks, window, 8, gen, store, locate), steps, gen
     )
     assert not wrong and seen["hits"] > 3 and seen["followed"] > 3 and seen["read"] > 100, (
         wrong[:3],
@@ -626,17 +589,35 @@ def test_windows_that_no_kernel_reads():
 
 
 @needs_triton
-def test_windows_compiled_for_hopper():
-    "Kernels that read and append codes by windows, as they are launched, spill nothing."
+def test_compiled_for_hopper():
+    """The kernels of a step, with tables and with codes by windows, as they are launched: no
+    spills where they would cost, copies of 16 bytes."""
     pytest.importorskip("triton.experimental.gluon")
     two, three = dict(bits=[2, 2], codebook=SMALL), dict(bits=[3, 3], codebook=FAST)
     rows = ahead_of_time(
+        dict(kernel="fragments", tokens=64),
+        dict(kernel="fragments", tokens=64, listed=False),
+        dict(kernel="fragments", tokens=128, d=64),
+        dict(kernel="fragments", tokens=64, centred=True),
         dict(kernel="fragments", tokens=64, regs=168, **two),
         dict(kernel="fragments", tokens=128, centred=True, **three),
+        dict(kernel="append", steps=1, centred=True),
         dict(kernel="append", steps=1, step=1),
         dict(kernel="append", steps=4, step=2, centred=True),
+        dict(kernel="join", listed=False),
+        dict(kernel="join", recent=True),
+        dict(kernel="join", together=16, recent=True),
+        dict(kernel="past"),
         dict(kernel="past", tokens=256, **three),
+        dict(kernel="join_past"),
+        dict(kernel="recent"),
+        dict(kernel="recent", sinks=4),
+        dict(kernel="sinks"),
+        dict(kernel="work"),
+        dict(kernel="work", sliding=True),
         dict(kernel="portable", **two),
         script="aot_cells.py",
     )
-    assert [row["spills"] for row in rows] == [0] * 6, rows
+    for got in rows:
+        assert got["spills"] == 0 and got["registers"] <= 255, got
+        assert got["kernel"] != "fragments" or got["copies of 16 bytes"] > 0, got

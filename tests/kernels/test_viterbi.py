@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-from tests.helpers import ahead_of_time
+from tests.helpers import ahead_of_time, covering_pairs
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops, viterbi
 from turboquant_nb.kernels.blocks import KernelBlocks
@@ -48,9 +48,11 @@ def rows(count, n, seed=0):
 
 
 @needs_triton
-@pytest.mark.parametrize("start, n", [("zero", 8), ("tail", 16)])
-@pytest.mark.parametrize("which", TRELLISES, ids=lambda x: f"{x[0]} {x[1]}")
-def test_symbols_are_those_of_pytorch(which, start, n):
+@pytest.mark.parametrize(
+    "which, ends", covering_pairs([*TRELLISES], [("zero", 8), ("tail", 16)]), ids=str
+)
+def test_symbols_are_those_of_pytorch(which, ends):
+    start, n = ends
     code, x = replace(TRELLISES[which], start=start), rows(75, n)
     want = code.encode(x)
     assert torch.equal(symbols(code, x, programs=2), want)
@@ -98,9 +100,14 @@ def test_a_gpu_takes_the_kernel_by_itself(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("bits, kind", [(1, "trellis_fast"), (2, "trellis"), (3, "trellis")])
-@pytest.mark.parametrize("d, tile", [(64, 64), (80, 128)])
-def test_levels_by_windows(bits, kind, d, tile):
+@pytest.mark.parametrize(
+    "code, sizes",
+    covering_pairs(
+        [(1, "trellis_fast"), (2, "trellis"), (3, "trellis")], [(64, 64), (80, 128)]
+    ),
+)
+def test_levels_by_windows(code, sizes):
+    (bits, kind), (d, tile) = code, sizes
     side = Spec(bits, codebook=kind)
     held = KVStore(Recipe(side, side, 0, 0), 2, 1, d, device=DEVICE, tile=tile)
     x = torch.randn(2, 2, 1, tile + 21, d, generator=torch.Generator().manual_seed(0))

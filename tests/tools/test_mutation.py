@@ -95,3 +95,15 @@ def test_the_head_of_a_result(monkeypatch, tmp_path):
     low, high = found.more["interval"]
     assert 0.2 < low < 0.75 < high < 1 and found.more["left_out"]["a"] == "b=c"
     assert "Gluon" in found.more["left_out"]["kernels/decode_mma"]
+
+
+def test_a_change_that_is_no_python_counts_as_not_importable(tmp_path, monkeypatch, capsys):
+    "`not` before a walrus: the run went no further."
+    tool, source = mutation.mutants, "if x := 1:\n    pass\n"
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "a.py").write_text(source)
+    tree, mutant = tool.Tree(tmp_path, "p"), tool.Mutant("a", "AddNot", 0, 1)
+    tree.tests = lambda *_: {}
+    monkeypatch.setattr(tool, "mutated", lambda *_: source.replace("if", "if not"))
+    run, _ = tree.attempt(mutant, {})
+    assert run() == 3 and "not Python" in json.loads(capsys.readouterr().out)[1]
