@@ -4,7 +4,6 @@ window.tqGlossary = {
  "allocation": "bits given to layers and sides where each buys most; the budget is their average",
  "budget": "bits given to layers and sides where each buys most; the budget is their average",
  "base plane": "two bits of four tokens in each byte; further bits are planes of their own",
- "canary": "sampled steps compared with exact attention while a model runs",
  "codebook": "the levels that a coordinate is rounded to",
  "coding gain": "what a transform saves over a rotation, in bits a channel",
  "CUDA graph": "launches that were recorded once and are replayed without Python",

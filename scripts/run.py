@@ -134,6 +134,12 @@ EXPERIMENTS = {
         "how many answers stay right on a coded cache",
         "--layers 2 --tasks single --items 2 --length 128 --match ^k3v3",
     ),
+    "notice": Entry(
+        "eval.notice",
+        "whether a cache's own error, met early, tells of the damage that comes",
+        "--layers 2 --items 4 --needles 4 --length 96 --prompt 40 --early 16 --draws 40 "
+        "--batch 2 --caches k2v2 k3v2 k2v3 k3v3 k4v2 fp8",
+    ),
     "retrieval": Entry(
         "eval.retrieval",
         "whether the token that attention looks for is still found",

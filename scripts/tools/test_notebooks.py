@@ -16,7 +16,7 @@ from notebooks import text_of
 
 LONGEST = (
     "61_sensitivity 83_score 21_residual 76_serving 57_storage 45b_cells 44_launch "
-    "60_calibrate 53_graphs 55_canary 94_images 32_attention 41_decode 40_encode 13_qjl "
+    "60_calibrate 53_graphs 94_images 32_attention 41_decode 40_encode 13_qjl "
     "31_store 20_quantizer 84_tasks"
 ).split()
 PAGES = (

@@ -285,16 +285,6 @@ def test_every_byte_is_counted():
     assert [recipe_from_json(x) for x in r["recipe"]] == cache.recipes
 
 
-def test_a_canary_watches_groups():
-    model = model_of()
-    cache = TurboQuantCache(model, MIXED, watch=1.0)
-    logits(model, texts(1, 30), past_key_values=cache)
-    for i in range(40):
-        logits(model, texts(1, 40)[:, i : i + 1], past_key_values=cache)
-    found = cache.report()["watch"]
-    assert found["checks"] >= 4 and not found["alarms"]
-
-
 @pytest.mark.parametrize("chunk", ("first", "step", "long"))
 def test_a_refused_chunk_leaves_all_groups_as_they_were(chunk):
     "The last head is not finite: groups that had coded theirs forget them."

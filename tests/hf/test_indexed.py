@@ -207,8 +207,6 @@ def test_what_is_refused(monkeypatch):
     model = small("DeepseekV32", monkeypatch)
     with pytest.raises(ValueError, match="layer 0 selects tokens by an index; static=True"):
         TurboQuantCache(model, max_length=64, static=True)
-    with pytest.raises(ValueError, match="by an index have one"):
-        TurboQuantCache(model, watch=1.0)
     odd = copy.deepcopy(model.config)
     odd.index_head_dim = 9
     with pytest.raises(ValueError, match="keys of an index have halves, got 9"):

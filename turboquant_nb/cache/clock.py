@@ -136,8 +136,6 @@ class DeviceClock(HostClock):
             "moving": f"a static store stays on {have}, got {got}",
             "look-up": "the store is static: its steps may be captured, and the host then "
             "knows no length",
-            "a canary": "watch needs Python in every step, which a static cache may run "
-            "without",
             "a cut past": "static must be False where tokens were freed, truncated or ended",
         }[what]
 

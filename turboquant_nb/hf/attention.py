@@ -299,13 +299,10 @@ def _by_codes(call: AttentionCall) -> Tensor:
 
 
 def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:
-    """The output of an attention by backend `name`, which is counted and, where a canary
-    listens, told."""
+    "The output of an attention by backend `name`, which is counted."
     layer = call.key.layer
     layer.calls[ops.BACKENDS[name].served] += 1
     layer.backends[name] += 1
-    if layer.canary is not None and call.mask is None:
-        layer.canary.observe(layer, call.query, call.scaling, call.softcap)
     layer.free(call.key.first)
     return answer.out
 

@@ -285,7 +285,6 @@ class TurboQuantLayer(CacheLayerMixin):
         self.reasons, self.mask_reason = Counter(), ""  # why no kernel; why there was a mask
         self.drafting, self.drafts = False, 0  # see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
-        self.canary, self.changes = None, 0  # what checks; times that rows became others
         self.rules = {}  # how it attends on codes, see `hf.attention`
         self.latent = info.latent is not None  # whether keys and values are made of its states
         self.expansion = None  # how that is done, see `hf.latents`
@@ -295,11 +294,6 @@ class TurboQuantLayer(CacheLayerMixin):
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
         self.scales_pairs = recipe.key.pair_scale != "none"
         self.asked = False  # whether queries of the first chunk are at hand, see `see_queries`
-
-    @property
-    def place(self) -> tuple:
-        "What tells it from all others of its cache: the layer, and heads of it or None."
-        return self.index, self.heads
 
     @property
     def groups(self) -> tuple:
@@ -383,8 +377,6 @@ class TurboQuantLayer(CacheLayerMixin):
         if on_codes:
             return CodedStates.pair(self, states, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
-        if past and self.canary is not None:
-            self.canary.warn_blind(self.reader.obstacle)
         if past:
             self.reader.say_slow()
         given = key_states, value_states
@@ -418,8 +410,6 @@ class TurboQuantLayer(CacheLayerMixin):
             return False
         self.tail = None
         self.coded["kernel"] += 1
-        if self.canary is not None:
-            self.canary.keep(self, key_states, value_states)
         return True
 
     def see_queries(self, query: Tensor) -> None:
@@ -517,8 +507,6 @@ class TurboQuantLayer(CacheLayerMixin):
             stream = torch.cuda.current_stream(key_states.device) if cuda else None
             unseen.append((self.store, stream and stream.record_event()))
         self.coded["kernel" if coder == "triton" else "torch"] += 1
-        if self.canary is not None:
-            self.canary.keep(self, key_states, value_states)
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."
@@ -539,7 +527,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.crop(self.held)
         else:
             self.store, self.is_initialized = None, False
-        self.starts, self.tail, self.changes = None, None, self.changes + 1
+        self.starts = self.tail = None
         self.mask_reason, self.patience = "", 0
 
     def get_seq_length(self) -> int | Tensor:
@@ -946,7 +934,6 @@ class TurboQuantCache(Cache):
         static: bool = False,  # with max_length: for torch.compile and CUDA graphs of your own
         calibration=None,  # transforms of keys: a file, a hub id or a Calibration
         budget: float | None = None,  # average bits, spent by the calibration's losses
-        watch=None,  # share of layer steps that are checked against exact states, or a `Watch`
         # replay decoding steps on a GPU; False: never; or a class like `hf.graphs.CudaGraph`
         graphs=True,
         # "codes" demands attention on codes, "dense" decodes for the model's own
@@ -1002,9 +989,6 @@ class TurboQuantCache(Cache):
         if module:
             _listen_to_passes(model_or_config)
         self.runner = self.make_runner(self, model_or_config, graphs)
-        self.canary = None
-        if watch is not None:
-            self.add_canary(watch)
 
     @property
     def is_compileable(self) -> bool:

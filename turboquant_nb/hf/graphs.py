@@ -403,8 +403,6 @@ class StepRunner:
             and "position_ids" not in inspect.signature(self.model().forward).parameters
         ):
             return "the model takes no position_ids"
-        if self.cache().canary is not None:
-            return "a canary checks the steps, and a replay shows it nothing"
         return next(filter(None, (self.refusal_of_layer(x, step.tokens) for x in layers)), "")
 
     @staticmethod

@@ -26,15 +26,10 @@ class Report(dict):
         if not r["values"]:
             return "TurboQuantCache: empty"
         parts = ", ".join(f"{k} {v:,}" for k, v in r["parts"].items() if v)
-        w = r["watch"]
-        checked = w and (
-            f"\ncanary: {w['checks']} checks, {w['alarms']} alarms, attention off by "
-            f"{w['error']:.3f} on average"
-        )
         return (
             f"{r['tokens']:,} tokens x {r['batch']} in {r['layers']} layers: {r['nbytes']:,} "
             f"bytes, {r['bits_per_value']:.3f} bits per value\n"
-            f"{self.compared()} (bytes: {parts}){checked or ''}{r['graphs'].get('line', '')}"
+            f"{self.compared()} (bytes: {parts}){r['graphs'].get('line', '')}"
         )
 
     def compared(self) -> str:
@@ -102,8 +97,6 @@ def report_of(
     parts["exact"] += sum(tails)
     tables = {t.data_ptr(): t.nbytes for s in stores for t in tables_of(s)}
     parts["tables"] = sum(tables.values())
-    if cache.canary is not None:
-        parts["canary"] = cache.canary.nbytes
     row = [s.batch * s.heads * (s.key.q.d + s.value.q.d) for s in stores]
     seen = [min(x.held, x.sliding_window - 1) if x.is_sliding else x.held for x in layers]
     values = sum(n * m for n, m in zip(row, seen))
@@ -137,5 +130,4 @@ def report_of(
         captured_by=_captured_by(layers),
         graphs=cache.runner.report(),
         recipe=_recipes_to_json(cache.recipes),
-        watch=None if cache.canary is None else cache.canary.report(),
     )

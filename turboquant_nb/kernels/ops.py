@@ -341,7 +341,6 @@ def attend(
     store: KVStore,
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
-    framed: bool = False,  # are q and k as `Call.into_frame` gives them?
     # mask, first, recent, bias: see `attention.Call`; scaling, sliding_window, softcap, causal
     # and backend ("auto", "triton", "latents", "flash", "cpu",
     # "gather", "blocks" or "torch"): see `attention.Rule`
@@ -350,8 +349,7 @@ def attend(
     """Attention on codes by the best backend that can serve, or by the one named. Raises
     ValueError with the reason if that one cannot, ValueError/TypeError on arguments that do not
     fit."""
-    call = Call.of(q, store, k, v, **more)
-    return serve(call if framed else call.into_frame())
+    return serve(Call.of(q, store, k, v, **more).into_frame())
 
 # %% ../../nbs/46_ops.ipynb #46e0a002
 def attend_again(call: Call) -> Answer | None:
