@@ -249,3 +249,18 @@ def test_few_tokens_of_a_mask_are_gathered(latent, recipe, monkeypatch):
         whole = store.coded("key", 0, 600)
         assert torch.equal(few.codes[row], whole.codes[row][:, at])
         assert torch.equal(few.scale[row], whole.scale[row][:, at])
+
+
+def test_a_file_of_an_index_in_another_dtype(monkeypatch, tmp_path):
+    "Dots 3 computes its keys in fp32 where the model is in bf16."
+    model, inputs = small("Dots3Note", monkeypatch).bfloat16(), prompt(2, 40)
+    cache = TurboQuantCache(model, RECIPE)
+    steps(model, cache, inputs, (38, 1))
+    kinds = {(isinstance(x, IndexKeys), x.store.dtype) for x in cache.coded_layers}
+    assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
+    cache.save(tmp_path / "cache.safetensors")
+    other = TurboQuantCache.load(tmp_path / "cache.safetensors", model)
+    rows = inputs | {"input_ids": inputs["input_ids"][:, 39:]}
+    with torch.no_grad():
+        want, got = (model(**rows, past_key_values=x).logits for x in (cache, other))
+    assert torch.equal(got, want)
