@@ -710,7 +710,9 @@ class Impl(AttentionImpl):
         )
         recent, page = self.config.recent, RecentBackend.tokens or tokens
         # pages are cut for first tokens too, also of a layer that keeps none
-        block = self.config.recent_block(page, self.head_size, dtype.itemsize) if recent else None
+        block = (
+            self.config.recent_block(page, self.head_size, dtype.itemsize) if recent else None
+        )
         self.layer.prepare(dtype, self.drafts, recent, self.firsts, page, block)
         d, past = self.head_size, -(-self.config.past_tokens // 256) * 256
         self.workspace, self.past = _shared_memory(
