@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +17,14 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.cache.disk import state_of
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.transfer import receive, send, sending
+from turboquant_nb.hf import TurboQuantCache, transfer
 from turboquant_nb.quant.mixed_precision import HeadRecipe
 from turboquant_nb.quant.quantizer import preset
 
+# of peers that are there: on a busy machine one may be silent for more than a second
+send, sending, receive = (
+    partial(f, patience=20) for f in (transfer.send, transfer.sending, transfer.receive)
+)
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=64)
 SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024)
 
@@ -140,9 +144,9 @@ def lost(rank, folder, found):
     dist.barrier()
     if rank == 3:
         threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
-        receive(0, model)
+        transfer.receive(0, model)
     if rank == 2:
-        with sending(TurboQuantCache(model, "k3v3"), 1):
+        with transfer.sending(TurboQuantCache(model, "k3v3"), 1):
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
     cache = TurboQuantCache(model, "k3v3")
@@ -150,11 +154,11 @@ def lost(rank, folder, found):
 
     def to_stopped():
         model(ids(64), past_key_values=cache)
-        with sending(cache, 3):
+        with transfer.sending(cache, 3):
             time.sleep(2.7)
             model(ids(32), past_key_values=cache)  # which its first layer breaks off
 
-    found["lost"] = said(to_stopped if rank == 0 else lambda: receive(2, model))
+    found["lost"] = said(to_stopped if rank == 0 else lambda: transfer.receive(2, model))
     found["seconds"] = time.monotonic() - began
     found["held"] = [x.held for x in cache.coded_layers]
     group = dist.new_group([0, 1], use_local_synchronization=True)
