@@ -40,6 +40,7 @@ SMALL = dict(
     head_dim=8,
     max_position_embeddings=256,
     sliding_window=12,
+    attention_chunk_size=12,
     embedding_size=32,
     d_model=32,
     n_embd=32,
@@ -349,7 +350,7 @@ def sizes(kind: type) -> dict:
     count = len({x.index for x in held.layers})
     coded = sum(each for _, each, _ in parts) / held.tile / count
     plain = plain_bytes(config, 2, 1, 2) / 2 / count
-    own = (x for x in held.layers if not isinstance(x, IndexKeys))  # which have their own
+    own = (x for x in held.layers if not isinstance(x, IndexKeys))  # which have another
     centres = ", ".join(dict.fromkeys(x.recipe.key.center for x in own))
     return {"centre": centres, "bytes": round(coded, 1), "bf16": round(plain, 1)}
 

@@ -81,6 +81,16 @@ def test_what_is_written_comes_back(name, entropy, coarse):
             equal(store_of(*reader_of(data).part(i)), store)
 
 
+def test_an_empty_store_goes_on(tmp_path):
+    store, full = KVStore(RECIPES["mean"], 2, 2, 16, tile=8), filled("mean")
+    store.save(tmp_path / "x")
+    again = KVStore.load(tmp_path / "x")
+    equal(again, store)
+    g = torch.Generator().manual_seed(45)
+    again.append(*(torch.randn(2, 2, 45, 16, generator=g) for _ in "kv"))
+    equal(again, full)
+
+
 @pytest.mark.parametrize("d, dv", [(1, 3), (17, 33), (64, 128), (128, 64)])
 def test_head_sizes_and_what_lies_behind_the_last_token(d, dv):
     pytest.importorskip("constriction")

@@ -1352,6 +1352,9 @@ def test_other_files(tmp_path):
     reseal(path, {"any": "thing"}, [])
     with pytest.raises(ValueError, match="must hold 1 layer, got 0"):
         KVStore.load(path)
+    reseal(path, {"format": "turboquant-nb cold 0"}, [])
+    with pytest.raises(ValueError, match="must have format 'turboquant.* got '.* cold 0'"):
+        KVStore.load(path)
 
 
 def test_the_window_serves_new_tokens_after_a_deep_crop():

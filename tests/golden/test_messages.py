@@ -47,6 +47,19 @@ GONE: dict[str, str] = {
     "{} is not an index written by CodedIndex.save": "said by `files.read_file`",
     "{} is not an index, or was cut: {}": "said by `files.read_file`",
     "head size must be a multiple of 16 up to 256, not {}": "up to 512",
+    # an engine serves what it refused
+    "{} exact recent tokens are not served beside layers with a sliding window: --recent 0 "
+    "turns them off": "they are",
+    "beside layers with a sliding window": "the same",
+    "{} has {} layers without keys and values of their own: such models are not served": (
+        "those layers stay the engine's"
+    ),
+    "learned attention sinks": "they join the softmax",
+    "a page of {} numbers has no room for {} recent and {} first tokens of {} heads with {} "
+    "numbers each": "by `step.exact_states`, of a head's part of a page",
+    "vLLM must be at least {} and below {}, whose interface this was tested with; got {}": (
+        "a newer one is tried, with a warning"
+    ),
     "start must have shape [{}], got {}": "said by `files.Saved`, as of any tensor of a file",
     "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",

@@ -139,8 +139,8 @@ def test_positions(lengths):
 
 
 def test_latents():
-    """512 channels beside 64: a first chunk, its end, and steps. The mutant: the rotation of
-    one half, as if it had a slice too few."""
+    """512 channels beside 64: a first chunk, its end, and steps. The mutant leaves out the last
+    slice of 32 channels."""
     recipe = Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=3)
     parts = chunks((70, 1, 5), h=1, dk=512, dv=64)
     haar = Recipe(Spec(rotation="haar"), Spec(bits=4), 2, 3)

@@ -563,7 +563,7 @@ def copying(cut=lambda page: page):
             return done
 
         def wait(self, job_ids):
-            assert True  # a copy is over when it was submitted
+            "A copy is over when it was submitted."
 
     CPUOffloadingSpec.get_worker = lambda self, caches: Copies(self, caches)
     return moved
