@@ -38,8 +38,8 @@ def small(name, monkeypatch, **changes):
     return architectures.small(f"{name}ForCausalLM")
 
 
-def steps(model, cache, inputs, sizes=(40, 1, 1, 9, 1)):
-    "Logits of the last token of each chunk."
+def steps(model, cache, inputs, sizes=(40, 1, 1, 17, 1), every=False):
+    "Logits of the last token of each chunk, or of every token."
     out, at = [], 0
     for n in sizes:
         rows = dict(
@@ -47,9 +47,9 @@ def steps(model, cache, inputs, sizes=(40, 1, 1, 9, 1)):
             attention_mask=inputs["attention_mask"][:, : at + n],
         )
         with torch.no_grad():
-            out.append(model(**rows, past_key_values=cache).logits[:, -1])
+            out.append(model(**rows, past_key_values=cache).logits)
         at += n
-    return torch.stack(out)
+    return torch.cat(out, 1) if every else torch.stack([x[:, -1] for x in out])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -69,7 +69,8 @@ def test_with_all_tokens_exact_transformers_tokens_come(name, way, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_of_codes_are_those_of_the_models_own_attention(name, monkeypatch):
-    "To fp32 rounding, as the same codes decoded: what is selected is equal then."
+    """To fp32 rounding, as the same codes decoded: what is selected is equal then. Of up to 16
+    tokens dense ones would see each other exactly."""
     model, inputs = small(name, monkeypatch), prompt(2, 60)
     codes, dense = (
         steps(model, TurboQuantCache(model, RECIPE, attention=x), inputs)
@@ -249,3 +250,30 @@ def test_few_tokens_of_a_mask_are_gathered(latent, recipe, monkeypatch):
         whole = store.coded("key", 0, 600)
         assert torch.equal(few.codes[row], whole.codes[row][:, at])
         assert torch.equal(few.scale[row], whole.scale[row][:, at])
+
+
+def test_a_file_of_an_index_in_another_dtype(monkeypatch, tmp_path):
+    "Dots 3 computes its keys in fp32 where the model is in bf16."
+    model, inputs = small("Dots3Note", monkeypatch).bfloat16(), prompt(2, 40)
+    cache = TurboQuantCache(model, RECIPE)
+    steps(model, cache, inputs, (38, 1))
+    kinds = {(isinstance(x, IndexKeys), x.store.dtype) for x in cache.coded_layers}
+    assert kinds == {(False, torch.bfloat16), (True, torch.float32)}
+    cache.save(tmp_path / "cache.safetensors")
+    other = TurboQuantCache.load(tmp_path / "cache.safetensors", model)
+    rows = inputs | {"input_ids": inputs["input_ids"][:, 39:]}
+    with torch.no_grad():
+        want, got = (model(**rows, past_key_values=x).logits for x in (cache, other))
+    assert torch.equal(got, want)
+
+
+def test_a_short_chunk_is_its_tokens_one_by_one(monkeypatch):
+    "Where all tokens are selected; a chunk that read its own tokens exactly would be 0.08 off."
+    model, inputs = small("DeepseekV32", monkeypatch), prompt(2, 40)
+    for layer in model.model.layers:
+        layer.self_attn.indexer.index_topk = 64
+    rows = []
+    for sizes in ((30, 1, 1, 1, 1), (30, 4)):
+        cache = TurboQuantCache(model, RECIPE)
+        rows.append(steps(model, cache, inputs, sizes, every=True)[:, 30:])
+    assert float((rows[0] - rows[1]).abs().max()) < 1e-4

@@ -1,5 +1,7 @@
 "Steps of an engine whose codes are by windows: kernels against the oracle, on equal codes."
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from turboquant_nb.cache.pages import attend_cells, sink_origins
 from turboquant_nb.kernels import cells
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.serving import step, vllm
 from turboquant_nb.serving.step import (
     CodedAttention,
     LayerMemory,
@@ -134,3 +137,24 @@ def test_recipes_by_windows():
     key, value = ServingConfig(Recipe(good, good)).quantizers(80, 80, "cpu")
     with pytest.raises(ValueError, match="2 or 3 bits and 64 or 128 channels, got 2 and 80"):
         CellLayout.of(key, value, 64)
+
+
+@pytest.mark.parametrize("window", (None, 100))
+def test_an_engine_is_prepared_for_its_own_pages(window, monkeypatch):
+    """Those of a layer with a sliding window are cut for first tokens too, though it keeps
+    none: kernels are compiled for the recent tokens of a page."""
+    config, near = ServingConfig("k2v2"), []
+    for name in ("append_cells", "join_past", "past_cells", "locate_sinks"):
+        monkeypatch.setattr(step, name, lambda *a, **k: None)
+    monkeypatch.setattr(step, "append_recent", lambda pages, *a, **k: near.append(pages))
+    monkeypatch.setattr(CodedAttention, "_decode", lambda *a, **k: None)
+    monkeypatch.setattr(vllm, "CodedAttention", partial(CodedAttention, kernels=True))
+    monkeypatch.setattr(vllm.RecentBackend, "tokens", 128)
+    impl = vllm.Impl.__new__(vllm.Impl)
+    impl.config, impl.window, impl.firsts = config, window, 0 if window else config.sinks
+    impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = G * H, H, D, D**-0.5
+    impl.softcap, impl.logits, impl.drafts, impl.requests = None, None, 0, 4
+    impl._make("layer", torch.device("cpu"), torch.bfloat16, 64)
+    own = config.recent_block(128, D, 2)
+    assert near and {x.shape[2] - impl.firsts for x in near} == {own}
+    assert own < step.recent_block(128 * config.bytes_per_token(D), 2 * D, 2)  # what else fits

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from ..files import Saved
 from .cache import TurboQuantCache, TurboQuantLayer
+from .latents import IndexKeys
 from .model_info import _recipes_from_json, _recipes_to_json
 from ..cache.clock import DeviceClock, HostClock, clock_of
 from ..cache.codec import KVStore, opened, write
@@ -90,7 +91,8 @@ def _check_layer(cache: TurboQuantCache, layer: TurboQuantLayer, store: KVStore)
     have = dict(zip(("key_size", "value_size"), (part.q.d for part in store.parts)))
     want = {} if info.sized_by else {name: getattr(info, name) for name in have}
     want = {name: size for name, size in want.items() if size is not None}
-    for name in ("batch", "length", "dtype"):
+    same = ("batch", "length") + ("dtype",) * (not isinstance(layer, IndexKeys))
+    for name in same:  # models compute keys of an index in fp32, too
         have[name], want[name] = getattr(store, name), getattr(first, name)
     have["start"], want["start"] = store.start.tolist(), first.start.tolist()
     rope = layer.inv_freq is not None

@@ -42,6 +42,9 @@ def _window_of(mask_function):
         return 0
 
 
+_SELECTS = "the model selects tokens by its mask"
+
+
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     """Why a mask must be made for n tokens; empty if the ranges of the store say all of it.
     Changes nothing: the cache has heard the mask already."""
@@ -51,7 +54,7 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     if not layer.clock.fixed and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
     if any(x.info.index_size for x in cache.coded_layers):
-        return "the model selects tokens by its mask"
+        return _SELECTS
     sliding_window, mine = _window_of(mask_function), layer.sliding_window
     if sliding_window == 0:
         return "a mask function of the model's own"
@@ -180,7 +183,7 @@ def _prefill(call: AttentionCall) -> Tensor:
     query, layer, k, v = call.query, call.key.layer, call.key.chunk, call.value.chunk
     if call.key.expansion is not None:
         k, v = call.key.own(k, v)
-    if call.key.drafts and call.mask is None:
+    if call.key.drafts and _in_order(call):
         return _prefill_and_drafts(call)
     layer.calls["prefill"] += 1
     call = _within(call, k.shape[2])
@@ -207,6 +210,11 @@ def _prefill(call: AttentionCall) -> Tensor:
     return out
 
 
+def _in_order(call: AttentionCall) -> bool:
+    "Whether tokens of a chunk come one after the other: a caller's mask may make them a tree."
+    return call.mask is None or call.key.layer.mask_reason == _SELECTS
+
+
 def _within(call: AttentionCall, length: int) -> AttentionCall:
     "A call whose mask and bias have columns of so many tokens: a static layer asked for more."
     cut = lambda x: None if x is None else x[..., :length]
@@ -215,10 +223,9 @@ def _within(call: AttentionCall, length: int) -> AttentionCall:
 
 def _rows(call: AttentionCall, rows: slice) -> AttentionCall:
     "A call of some of its queries."
-    bias = call.bias
-    if bias is not None and bias.shape[2] > 1:
-        bias = bias[:, :, rows]
-    return call._replace(query=call.query[:, :, rows], bias=bias)
+    cut = lambda x: x if x is None or x.shape[2] == 1 else x[:, :, rows]
+    mask, bias = cut(call.mask), cut(call.bias)
+    return call._replace(query=call.query[:, :, rows], mask=mask, bias=bias)
 
 
 def _prefill_and_drafts(call: AttentionCall) -> Tensor:
@@ -270,7 +277,7 @@ def _by_codes(call: AttentionCall) -> Tensor:
     _, query, key, value, mask, *_, bias = call
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent, demanded, first = None, layer.backend, None
-    if mask is None and layer.serves_steps(k.shape[2]):
+    if _in_order(call) and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
     if key.expansion is not None:
         k, v = torch.cat([k, v], -1), k

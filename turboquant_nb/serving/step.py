@@ -463,6 +463,7 @@ class CodedAttention:
         recent: int = 0,
         sinks: int = 0,
         page_tokens: int | None = None,  # of an engine's block; None: those of a cell
+        block: int | None = None,  # recent tokens in it; None: as many as fit
     ) -> None:
         """Compile the kernels that steps with states of this dtype, and so many drafts, may
         need, before the first one: an engine may watch what is compiled later, or forbid it."""
@@ -485,7 +486,7 @@ class CodedAttention:
         one, near = torch.ones(1, dtype=torch.int32, device=device), None
         if recent:  # one block, at the distance of the engine's
             room = (page_tokens or n) * cell.bytes_per_token
-            block = recent_block(room, dk + dv, dtype.itemsize, sinks)
+            block = block or recent_block(room, dk + dv, dtype.itemsize, sinks)
             size = 1, self.heads, block, room // block
             pages = torch.zeros(size, dtype=torch.uint8, device=device)
             near = exact_states(pages, sinks, dk + dv, dtype)

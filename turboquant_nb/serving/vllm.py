@@ -708,9 +708,12 @@ class Impl(AttentionImpl):
             if gpu
             else 0
         )
-        self.layer.prepare(
-            dtype, self.drafts, self.config.recent, self.firsts, RecentBackend.tokens
+        recent, page = self.config.recent, RecentBackend.tokens or tokens
+        # pages are cut for first tokens too, also of a layer that keeps none
+        block = (
+            self.config.recent_block(page, self.head_size, dtype.itemsize) if recent else None
         )
+        self.layer.prepare(dtype, self.drafts, recent, self.firsts, page, block)
         d, past = self.head_size, -(-self.config.past_tokens // 256) * 256
         self.workspace, self.past = _shared_memory(
             device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype
