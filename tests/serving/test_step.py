@@ -115,6 +115,18 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
         assert (other - want).norm() > 3e-2 * want.norm()
 
 
+def test_rules_that_blocks_do_not_follow():
+    "No order, and learnt logits of other heads than the queries', are refused at once."
+    one, two = ServingConfig(Recipe(Spec(3), Spec(3))).quantizers(D, D, DEVICE)
+    codes = CellCodes(one, two, CellLayout.of(one, two, 64), None)
+    for rule, why in (
+        (Rule(1.0, causal=False), "in order"),
+        (Rule(1.0, sinks=torch.zeros(2)), r"sinks must have shape \[4\], got \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            CodedAttention(codes, 4, 2, rule)
+
+
 def test_recipes_by_windows():
     "Two and three bits are held, at the bytes of a table; what kernels do not read is refused."
     for bits in (2, 3):

@@ -277,7 +277,7 @@ def _by_codes(call: AttentionCall) -> Tensor:
     _, query, key, value, mask, *_, bias = call
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent, demanded, first = None, layer.backend, None
-    if _in_order(call) and layer.serves_steps(k.shape[2]):
+    if (mask is None or _in_order(call)) and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
     if key.expansion is not None:
         k, v = torch.cat([k, v], -1), k
