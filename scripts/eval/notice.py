@@ -38,6 +38,7 @@ from itertools import product
 import torch
 from eval.windows import add_limit, add_model, open_model, texts_of
 from plan import Plan, earlier, must_pass
+from scipy.stats import rankdata
 
 from turboquant_nb.evaluation.models import sample_text
 from turboquant_nb.evaluation.pairs import (
@@ -48,7 +49,7 @@ from turboquant_nb.evaluation.pairs import (
     pair_attention,
     pair_cache,
 )
-from turboquant_nb.evaluation.questions import TASKS, is_held, order, wheel_rows
+from turboquant_nb.evaluation.questions import TASKS, _docs, is_held, order, wheel_rows
 from turboquant_nb.evaluation.score import (
     leading_tokens,
     one_pass_gate,
@@ -131,10 +132,8 @@ def published(name, folder):
         docs = {str(r["doc"]["task_id"]): r["doc"] for r in rows}
         found = [(k, f'"""{x["text"]}"""\n{x["code"]}') for k, x in docs.items()]
     else:
-        docs = {str(r["doc"]["id"]): r["doc"] for r in rows}
-        found = [
-            (k, f"Question: {x['question']}\nAnswer: {x['answer']}") for k, x in docs.items()
-        ]
+        ask = "Question: {question}\nAnswer: {answer}"
+        found = [(k, ask.format_map(x)) for k, x in _docs(rows)]
     placed = sorted((order(name, k), f"{name}/{k}", text) for k, text in found)
     return [(number, text) for place, number, text in placed if not is_held(place)]
 
@@ -307,15 +306,9 @@ def measured(a, model, text, g):
 # --- statistics
 
 
-def ranks(x):
-    "Ranks [n] from 0, means where values are equal."
-    low = (x[:, None] > x).sum(1).double()
-    return low + ((x[:, None] == x).sum(1) - 1) / 2
-
-
 def rank_correlation(x, y):
     "Spearman's; 0 where one of both does not vary."
-    x, y = (r - r.mean() for r in map(ranks, (x, y)))
+    x, y = (r - r.mean() for r in map(torch.from_numpy, map(rankdata, (x, y))))
     size = (x.square().sum() * y.square().sum()).sqrt()
     return float((x * y).sum() / size) if size else 0.0
 

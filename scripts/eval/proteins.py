@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from bench.proteins import random_esm
 from eval.windows import add_match, matching
 from plan import Plan, must_pass
+from scipy.stats import rankdata
 from torch import Tensor
 from transformers import EsmForMaskedLM
 from transformers.utils import logging
@@ -713,12 +714,9 @@ def ranked(
     "Of two lists of scores; equal scores share their rank."
     a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
 
-    def ranks(x):
-        _, at, n = x.unique(return_inverse=True, return_counts=True)
-        return (n.cumsum(0) - (n - 1) / 2)[at].double()
-
     def of(i):
-        return torch.corrcoef(torch.stack([ranks(a[i]), ranks(b[i])]))[0, 1].item()
+        ranks = torch.from_numpy(rankdata(torch.stack([a[i], b[i]]), axis=1))
+        return torch.corrcoef(ranks)[0, 1].item()
 
     g = torch.Generator().manual_seed(0)
     draws = torch.tensor(
