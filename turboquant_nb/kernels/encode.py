@@ -1295,7 +1295,7 @@ def _short_config(d: int, large: bool = True) -> tuple:
 @lru_cache(maxsize=16)
 def _wide(device: torch.device) -> bool:
     "Whether there are no bf16 products and no PTX."
-    return _interpreted() or device.type != "cuda" or torch.version.hip is not None
+    return _interpreted() or not device_properties(device).capability
 
 # %% ../../nbs/40_encode.ipynb #f0cf1f80
 @lru_cache(maxsize=64)

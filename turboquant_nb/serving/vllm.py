@@ -20,6 +20,7 @@ from torch import Tensor
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Recent, sink_origins
 from ..kernels.cells import Workspace, locate_sinks
+from ..kernels.encode import device_properties
 from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
@@ -694,9 +695,7 @@ class Impl(AttentionImpl):
         rule = Rule(self.scale, self.window, self.softcap, sinks=self.logits)
         flash = _flash if gpu else dense
         self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
-        programs = (
-            64 * torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
-        )
+        programs = 64 * device_properties(device).processors if gpu else 0
         group = self.num_heads // self.num_kv_heads
         floats = (
             max(
