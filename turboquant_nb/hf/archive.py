@@ -38,8 +38,7 @@ def header_of(cache: TurboQuantCache) -> dict:
     about["recipe"] = _recipes_to_json(cache.recipes)
     fixed = any(x.clock.fixed for x in cache.coded_layers)
     about |= {"layers": len(cache.coded_layers), "static": fixed}
-    indices = sum(x.index_size is not None for x in cache.info.coded)
-    return about | ({"indices": indices} if indices else {})
+    return about | ({"indices": cache.info.indices} if cache.info.indices else {})
 
 
 @patch

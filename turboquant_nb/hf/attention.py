@@ -53,7 +53,7 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     past = layer.held
     if not layer.clock.fixed and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
-    if any(x.info.index_size for x in cache.coded_layers):
+    if cache.info.indices:
         return _SELECTS
     sliding_window, mine = _window_of(mask_function), layer.sliding_window
     if sliding_window == 0:

@@ -411,6 +411,11 @@ class ModelInfo:
         return [x for x in self.layers if x.coded]
 
     @cached_property
+    def indices(self) -> int:
+        "How many of these select tokens by an index."
+        return sum(x.index_size is not None for x in self.coded)
+
+    @cached_property
     def facts(self) -> dict:
         "Kind, layers, heads and sizes: what a calibration is checked against."
         return read_facts(self.config)
