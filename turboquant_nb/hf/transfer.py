@@ -280,8 +280,10 @@ class _Receiver(_Side):
         kind, x = link.answer(link.wait, self.device)
         while kind in (_BYTES, _TENSOR, _HANDLE):
             if kind == _HANDLE:
-                x = _opened(_text(x), self.device).clone()
+                there = _opened(_text(x), self.device)
+                x = there.clone()
                 torch.cuda.current_stream(self.device).synchronize()
+                del there  # which the sender may now write to
                 link.put(_ALIVE)
             self.queue.put(memoryview(x.numpy()) if kind == _BYTES else x)
             kind, x = link.answer(device=self.device)
