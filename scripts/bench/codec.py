@@ -166,7 +166,7 @@ def ways(a, states):
             pass
 
     stores = lambda: discarded(store_of(*x, DEVICE) for x in read(data))
-    return flat.nbytes, half, {
+    runs = {
         ("gathered", "out"): lambda: discarded(flat.gather(t) for t, _ in states),
         ("gathered", "in"): lambda: discarded(flat.scatter(x) for x in buffers),
         ("link", "out"): lambda: [copy(x, y) for x, y in zip(hosts, buffers)],
@@ -184,6 +184,7 @@ def ways(a, states):
         ("bf16, link", "out"): lambda: [copy(bf16[1], bf16[0]) for _ in states],
         ("bf16, link", "in"): lambda: [copy(bf16[0], bf16[1]) for _ in states],
     }
+    return flat.nbytes, half, runs
 
 
 def rows(a, states):

@@ -196,7 +196,7 @@ def plan(a):
         mp.spawn(process, (a, folder), nprocs=2)
         ranks = (torch.load(Path(folder) / f"rank{r}", weights_only=False) for r in range(2))
         (sent, mine), (came, theirs) = ranks
-    gate = {"cmd": "every cache was whole in the second process, the last of each way bit for bit"}
+    gate = {"cmd": "every cache was whole in the second process, the last ones bit for bit"}
     gate["passed"] = mine == theirs and all(ok for x in came.values() for _, (ok,), _ in x)
     if a.shape:
         origin, about = {"id": f"random weights, {a.shape}"}, "random tokens"

@@ -303,7 +303,7 @@ class Flat:
         kinds: dict,  # {name: (dtype, shape)} of the tensors
         step: int,  # tiles of a block
     ):
-        self.h, self.kinds, self.nbytes = h, kinds, 0
+        self.h, self.kinds, self.step, self.nbytes = h, kinds, step, 0
         small = sorted(kinds.keys() - _tiled(h))
         self.small = [self._span(n, 0, 0, 1, True, self._bytes(n)) for n in small]
         self.head = self.nbytes  # where tiles begin
@@ -441,18 +441,17 @@ def _frames(tensors: dict) -> list:
 class _Staged(NamedTuple):
     "A layer that is about to be written."
 
-    h: object
+    flat: Flat
     about: dict
     tensors: dict  # of a layer that is squeezed, coarse or counted only
-    flat: Flat | None  # of a plain one, with its buffer, where it was, and on its way
-    buffer: Tensor | None
+    buffer: Tensor | None  # of a plain one, where it was, and on its way
     host: Tensor | None
     there: object  # what to wait for before the latter is read
 
     @property
     def device(self) -> torch.device:
         "Where the layer lies."
-        return (next(iter(self.tensors.values())) if self.flat is None else self.buffer).device
+        return (self.tensors["start"] if self.buffer is None else self.buffer).device
 
     def fetched(self, n: int | None = None) -> Tensor:
         "The buffer, or its first bytes, on the CPU; by the current stream, if it is not there."
@@ -477,6 +476,7 @@ class Writer:
     ):
         self.file, self.entropy, self.coarse, self.block = file, entropy, coarse, block
         self.at, self.seed, self.index, self.states, self.later = 0, 0, [], [], []
+        self.flats = {}  # of plain layers, by the first that has the state
         self.sizes = Counter()  # bytes by kind of tensor
         self._write(MAGIC)
         self.seed = self.record(HEADER, [_json({"format": FORMAT} | header)])
@@ -516,35 +516,41 @@ class Writer:
         """What `put` takes, in the same order: a plain layer is gathered where it lies and, if
         it `moves`, sets out for the CPU; nobody waits for a GPU."""
         tensors, i = Saved(tensors), len(self.states)
-        shapes = Saved({name: t.to("meta") for name, t in tensors.items()})
         plain = self.file is not None and not self.entropy and not self.coarse
-        h = checked_state(shapes if plain else tensors, Saved(state))
-        known = self.states.index(state) if state in self.states else state
+        known = self.states.index(state) if state in self.states else i
+        kinds = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        flat = self.flats.get(known)
+        if flat is None or flat.kinds != kinds:
+            shapes = Saved({name: t.to("meta") for name, t in tensors.items()})
+            h = checked_state(shapes if plain else tensors, Saved(state))
+            d = max(1, sum(h.d) // 2)
+            step = self.block or max(1, _CODES // (h.batch * h.heads * d * h.tile))
+            flat = Flat(h, kinds, step)
+            if plain:
+                self.flats[known] = flat
         self.states.append(state)
-        d = max(1, sum(h.d) // 2)
-        step = self.block or max(1, _CODES // (h.batch * h.heads * d * h.tile))
-        about = dict(state=known, block=step, coarse=self.coarse, squeezed=self.entropy)
-        about |= dict(layer=i, nbytes=_size(tensors.values()), end="end" in tensors)
+        about = dict(layer=i, state=state if known == i else known, block=flat.step)
+        about |= dict(coarse=self.coarse, squeezed=self.entropy, end="end" in tensors)
+        about["nbytes"] = _size(tensors.values())
         about["angles"] = len(tensors["inv_freq"]) if "inv_freq" in tensors else 0
         if not plain:
             on = {n: t if self.file is None else t.cpu() for n, t in tensors.items()}
-            return _Staged(h, about, on, None, None, None, None)
-        flat = Flat(h, {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, step)
+            return _Staged(flat, about, on, None, None, None)
         buffer, there = flat.gather(tensors), None
         host = to_host(buffer) if moves else None
         if buffer.is_cuda:
             there = torch.cuda.current_stream(buffer.device).record_event()
-        return _Staged(h, about, {}, flat, buffer, host, there)
+        return _Staged(flat, about, {}, buffer, host, there)
 
     def put(self, staged: _Staged, beside=None) -> None:
         """Write it; with `beside`, which takes the buffer, only what a reader must know of it.
         Raises ValueError for numbers that no store holds."""
-        h, about, flat = staged.h, dict(staged.about), staged.flat
+        about, flat = dict(staged.about), staged.flat
         i = about.pop("layer")
-        if flat is None:
+        if staged.buffer is None:
             about["frame"] = _frames(staged.tensors)
             self.record(LAYER, [_json(about)], i)
-            return self._put_blocks(h, staged.tensors, i, about["block"])
+            return self._put_blocks(flat.h, staged.tensors, i, flat.step)
         held = staged.fetched(flat.head if beside else None)
         about["frame"] = _frames(flat.named(held))
         if not beside:
@@ -604,11 +610,12 @@ class Writer:
 class _Layer:
     "A layer of which records come in, each believed for as much as its own bytes can hold."
 
-    def __init__(self, data, state_of):
+    def __init__(self, data, layer_of):
         about = Saved.of(parse_header(bytes(data).decode()), "layer")
         known = about["state"]
-        self.state = state_of(known) if isinstance(known, int) else Saved.of(known, "state")
-        self.h = described(self.state)
+        before = layer_of(known) if isinstance(known, int) else None
+        self.state = before.state if before else Saved.of(known, "state")
+        self.h = before.h if before else described(self.state)
         self.step, angles = about.whole("block", 1), about.whole("angles", 0, self.h.d[0])
         self.frame, self.coarse = about.a("frame", list, str), about.a("coarse", bool)
         kinds = self.h.kinds | {"inv_freq": (torch.float32, (angles,))}
@@ -617,9 +624,13 @@ class _Layer:
         self.small, self.blocks, self.last = None, {}, {}
         self.most = _MOST if about.a("squeezed", bool) else 1
         self.plain = self.most == 1 and not self.coarse
+        self.flat = before and before.flat
         held = sum(math.prod(shape) * dtype.itemsize for dtype, shape in self.kinds.values())
         if held != about["nbytes"]:
             raise ValueError(f"nbytes must be {held}, got {about['nbytes']}")
+        alike = self.flat and (self.flat.kinds, self.flat.step) == (self.kinds, self.step)
+        if self.plain and not alike:
+            self.flat = Flat(self.h, self.kinds, self.step)
 
     def _made(self, kinds: dict, data) -> dict:
         size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
@@ -755,7 +766,7 @@ class Reader:
     def _layer(self, i: int, data) -> _Layer:
         "From its record; others have the same state."
         with self._decoding(i):
-            self.known[i] = layer = _Layer(data, lambda j: self._known(i, j).state)
+            self.known[i] = layer = _Layer(data, lambda j: self._known(i, j))
         return layer
 
     def _known(self, i: int, j: int) -> _Layer:
@@ -807,8 +818,7 @@ class Reader:
 
     def _plain(self, i: int, layer: _Layer, device: torch.device) -> tuple:
         "A layer that was neither squeezed nor written coarse first."
-        with self._decoding(i):
-            flat, came = Flat(layer.h, layer.kinds, layer.step), []
+        flat, came = layer.flat, []
         self.ahead = _, kind, *_ = self.record()
         on_gpu = device.type == "cuda"
         if kind == BUFFER and self.beside:
