@@ -1,5 +1,5 @@
-"""Two processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU GPU. Rank 0 sends to
-rank 1, is killed in the midst of it, and rank 1 says what it saw."""
+"""Two processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU GPU. Rank 0
+sends to rank 1, is killed in the midst of it, and rank 1 says what it saw."""
 
 import json
 import os

@@ -398,7 +398,6 @@ def to_host(buffer: Tensor) -> Tensor:
     host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
     return host.copy_(buffer, non_blocking=True)
 
-
 # %% ../../nbs/31c_codec.ipynb #c0dec017
 FORMAT = "turboquant-nb cold 1"
 MAGIC = b"TQNBCOLD"

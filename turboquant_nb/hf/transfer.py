@@ -136,7 +136,6 @@ def _opened(said: str, device: torch.device) -> torch.Tensor:
     where = handle, x["size"], x["at"], False, counter, x["where"], event, x["waits"]
     return rebuild_cuda_tensor(*about, *where)
 
-
 # %% ../../nbs/58_transfer.ipynb #58d10009
 class _Side(threading.Thread):
     "A thread that moves frames; what went wrong there is raised where it is asked for."
@@ -255,7 +254,9 @@ class _Receiver(_Side):
     def read(self, n: int) -> bytes:
         "At most n bytes; none at the end."
         if not len(self.held) and (data := self._next()) is not None:
-            self.held = checks.instance(data, "what came", memoryview)
+            if not isinstance(data, memoryview):
+                raise ValueError(f"bytes expected, got a buffer of {len(data)}")
+            self.held = data
         out, self.held = bytes(self.held[:n]), self.held[n:]
         return out
 
@@ -314,7 +315,6 @@ def _stream(peer, device, header, group, patience, wait):
         sender.queue.put((_FAILED, _words(error)))
         raise
     sender.ended()
-
 
 # %% ../../nbs/58_transfer.ipynb #58d1000b
 def send(
