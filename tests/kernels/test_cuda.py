@@ -810,6 +810,13 @@ def test_stores_are_written_and_read_where_they_lie():
                     assert t.device.type == DEVICE and torch.equal(t.cpu(), here[0][k]), k
                 for a, b in zip(again.read(), store.read()):
                     assert torch.equal(a, b), name
+    found["value.scale"][0, 1, 0, 3] = torch.nan
+    try:
+        store_of(found, header, DEVICE)
+    except ValueError as error:
+        assert "value.scale" in str(error) and "finite" in str(error)
+    else:
+        raise AssertionError("a scale that is not finite was taken")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x"
         store.save(path)

@@ -340,11 +340,8 @@ class Flat:
             spans.append(self._span(*where, blocks, leads, size))
         return a, blocks, tiles, spans
 
-    def _views(self, tensors: dict, buffer: Tensor):
+    def _tiles(self, tensors: dict, buffer: Tensor):
         "(of a tensor, of the buffer), bytes that belong to each other."
-        for x in self.small:
-            t = tensors[x.name]
-            yield t, buffer[x.at : x.at + x.size].view(t.dtype).view(t.shape)
         for _, blocks, _, spans in self.runs:
             for x in spans:
                 t = _wide(tensors[x.name].flatten(0, 1)[:, x.lo : x.hi])
@@ -355,15 +352,19 @@ class Flat:
     def gather(self, tensors: dict) -> Tensor:  # [nbytes] uint8, where the tensors are
         "All bytes, by one copy for each tensor of each run."
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=tensors["start"].device)
-        for t, held in self._views(tensors, buffer):
+        for name, held in self.named(buffer).items():
+            held.copy_(tensors[name])
+        for t, held in self._tiles(tensors, buffer):
             held.copy_(t)
         return buffer
 
     def scatter(self, buffer: Tensor) -> dict:  # {name: tensor}
         "The inverse: new tensors, where the buffer is."
-        make = lambda kind, shape: torch.empty(shape, dtype=kind, device=buffer.device)
-        tensors = {name: make(*kind) for name, kind in self.kinds.items()}
-        for t, held in self._views(tensors, buffer):
+        tensors = self.named(buffer[: self.head].clone())
+        for name, (dtype, shape) in self.kinds.items():
+            if name not in tensors:
+                tensors[name] = torch.empty(shape, dtype=dtype, device=buffer.device)
+        for t, held in self._tiles(tensors, buffer):
             t.copy_(held)
         return tensors
 
