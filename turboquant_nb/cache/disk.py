@@ -100,8 +100,9 @@ def _sound(tensors: dict, least: dict) -> bool:
     found, infinite = [], float("inf")
     for name, x in tensors.items():
         if x.is_floating_point() and x.numel():
-            low, high = (edge.float() for edge in x.aminmax())
-            found.append((low >= least.get(name, -infinite)) & (high - low < infinite))
+            (low, high), bound = (edge.float() for edge in x.aminmax()), least.get(name)
+            fits = high - low < infinite
+            found.append(fits if bound is None else fits & (low >= bound))
     devices = [x.device for x in found if x.is_cuda]
     return bool(torch.stack([x.to(devices[0]) if devices else x for x in found]).all())
 
