@@ -198,7 +198,7 @@ class KVStore:
         tile: int = TILE,
         # with max_length: no tensor ever moves, and the device counts tokens
         static: bool = False,
-        # [r/2] the model's RoPE frequencies, for center="pre_rope" or "auto"
+        # [r/2] the model's RoPE frequencies, for a centre that rotates
         inv_freq: Tensor | None = None,
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
