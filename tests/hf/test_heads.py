@@ -15,7 +15,7 @@ from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, score
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.cache import GroupedLayer, join_heads, take_heads
+from turboquant_nb.hf.heads import GroupedLayer, join_heads, take_heads
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 from turboquant_nb.kernels.decode import is_interpreted

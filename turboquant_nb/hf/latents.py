@@ -13,7 +13,9 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .cache import CodedStates, GroupedLayer, TurboQuantCache, TurboQuantLayer
+from .cache import TurboQuantCache
+from .heads import GroupedLayer
+from .layer import CodedStates, TurboQuantLayer
 from .hooks import eagerly
 from ..quant.mixed_precision import HeadRecipe
 from ..quant.quantizer import Spec
