@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from ..cache import gather
+from ..cache import token_coder
 from ..cache.clock import is_captured
 from .heads import GroupedLayer
 from turboquant_nb.hf.hooks import (
@@ -335,7 +335,7 @@ class TurboQuantCache(Cache):
                 **kwargs,
             )
             if last and self._late:
-                gather.complete(self._late)
+                token_coder.complete(self._late)
                 self._late = []
             return states
         for x in groups:

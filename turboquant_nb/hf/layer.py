@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from ..cache import gather
+from ..cache import token_coder
 from ..cache.attention import visible
 from ..cache.clock import DeviceClock, HostClock
 from ..cache.store import KVStore
@@ -465,7 +465,7 @@ class TurboQuantLayer(CacheLayerMixin):
             # flags of all layers are looked at together: of a first chunk when the pass ends,
             # of others in the next one
             wait = None if first_chunk and unseen is None else False
-            if together and gather.append_later(self.store, key_states, value_states):
+            if together and token_coder.append_later(self.store, key_states, value_states):
                 later.append(self.store)
                 coder = "torch"
             else:

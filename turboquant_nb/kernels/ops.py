@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import attention, gather
+from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, with_sinks
 from . import blocks, cpu, encode, latents, launch
 from . import viterbi  # noqa: F401 (importing registers it)
@@ -386,7 +386,7 @@ class TorchCoder:
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
         step = isinstance(k, Tensor) and k.shape[2:3] == (1,)
-        if not (step and gather.append(store, k, v)):
+        if not (step and token_coder.append(store, k, v)):
             store.append_in_frame(k, v, names)
 
 
