@@ -445,7 +445,8 @@ def test_each_group_has_the_pair_scale_of_its_heads(protocol):
 
 def test_the_command_line_reads_and_shows_heads():
     "A recipe of heads as JSON, its size, and the codes of any one head."
-    from turboquant_nb.cli.inputs import Changes, Usage, read_recipe
+    from turboquant_nb.cli.app import Usage
+    from turboquant_nb.cli.recipes import Changes, read_recipe
     from turboquant_nb.cli.plan import CacheSize
     from turboquant_nb.cli.web import stored
 

@@ -310,11 +310,7 @@ class KVStore:
         device, NaN, Inf or a full store, which then is as before. Where a static store is
         captured, values are not looked at, see `sync`, and whoever replays adds n to
         `length`."""
-        self.append_in_frame(self.key.into_frame(k), v, names)
-
-    def append_in_frame(self, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> None:
-        "`append` of keys that `Part.into_frame` gave."
-        self.clock.append(self, k, v, names, append_by_host)
+        self.clock.append(self, self.key.into_frame(k), v, names, append_by_host)
 
     @_plain
     def complete(self, q: Tensor | None = None, mean_of=None) -> None:

@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Callable
 
 from .app import Typed, Usage, at_fault, command, group, lazy, option, options
-from turboquant_nb.cli.inputs import (
+from .inputs import Weights, context_length, opened, read_texts
+from turboquant_nb.cli.recipes import (
     Asked,
     Calibrated,
     Changes,
-    Weights,
     asked_caches,
     check_recipe_name,
-    context_length,
-    opened,
-    read_texts,
 )
 from .output import Files, Output, collected, hushed, recorded, show_table
 

@@ -27,14 +27,8 @@ from turboquant_nb.cli.app import (
     size,
     version,
 )
-from turboquant_nb.cli.inputs import (
-    RECIPES,
-    Changes,
-    asked_caches,
-    check_model,
-    read_config,
-    read_recipe,
-)
+from .inputs import check_model, read_config
+from .recipes import RECIPES, Changes, asked_caches, read_recipe
 from .output import Output, hushed, show_table
 from ..quant.layer_info import longest_context
 

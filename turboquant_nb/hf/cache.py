@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..cache import token_coder
-from ..cache.clock import is_captured
+from ..cache.clock import DeviceClock, HostClock, is_captured
 from .heads import GroupedLayer
 from turboquant_nb.hf.hooks import (
     Before,
@@ -239,7 +239,8 @@ class TurboQuantCache(Cache):
             kind = GroupedLayer if several else kind
             if x.index_size is not None:
                 kind = self.make_indexed
-            layers[x.index] = kind(recipe, x, self.reader, max_length, backend, static)
+            clock = DeviceClock if static else HostClock
+            layers[x.index] = kind(recipe, x, self.reader, max_length, backend, clock)
         super().__init__(layers=layers)
         # all that hold codes: a layer, or each group of its heads that has a recipe of its own
         self.groups = [getattr(x, "groups", ()) for x in self.layers]  # of each layer

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache import token_coder
 from ..cache.attention import visible
-from ..cache.clock import DeviceClock, HostClock
+from ..cache.clock import HostClock
 from ..cache.store import KVStore
 from .deferred import Held
 from .hooks import Handle, attention_name, wants_weights
@@ -243,11 +243,10 @@ class TurboQuantLayer(CacheLayerMixin):
         reader: Reader | None = None,  # None: dense tensors are returned
         max_length: int | None = None,
         backend: str = "auto",
-        static: bool = False,
+        clock: type = HostClock,  # the kind that its stores begin with
     ):
         super().__init__()
-        self.is_compileable = static
-        self.clock = DeviceClock if static else HostClock  # the kind that its stores begin with
+        self.clock, self.is_compileable = clock, clock.fixed
         self.recipe, self.info, self.reader = recipe, info, reader or Reader()
         self.index, self.sliding_window = info.index, info.sliding_window
         self.max_length, self.backend, self.store = max_length, backend, None
@@ -489,15 +488,15 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.evict(first - MARGIN)
 
     def make_growing(self) -> None:
-        """Let a store grow, move and change its rows again that was made static for captured
-        steps; what was captured on it must not be replayed any more."""
+        """Let a store whose tensors were fixed for captured steps grow, move and change its
+        rows again; what was captured on it must not be replayed any more."""
         if self.is_initialized and self.store.clock.fixed and not self.clock.fixed:
             self.store = copy.copy(self.store)
             self.store.clock, self.store.max_length = HostClock(), self.max_length
 
     def reset(self) -> None:
         """Forget everything; the next update builds a new store, or fills the same tensors
-        again where they are static."""
+        again where they are fixed."""
         if self.clock.fixed and self.is_initialized:
             self.store.crop(self.held)
         else:
@@ -506,7 +505,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.mask_reason, self.patience = "", 0
 
     def get_seq_length(self) -> int | Tensor:
-        "Tokens seen so far, freed ones included; of a static layer a tensor on the device."
+        "Tokens seen so far, freed ones included; a tensor where the device counts."
         if self.clock.fixed and self.is_initialized:
             return self.store.clock.position[0]
         return self.held
