@@ -190,7 +190,9 @@ def held_bytes(cache, infos: list) -> dict:
     rest = sum(t.nbytes for held in tensors for t in held.values() if t is not None)
     if isinstance(cache, TurboQuantCache):
         return {"cache_bytes": cache.report()["nbytes"], "state_bytes": rest}
-    found = (t for x in infos for t in (cache.layers[x.index].keys, cache.layers[x.index].values))
+    found = (
+        t for x in infos for t in (cache.layers[x.index].keys, cache.layers[x.index].values)
+    )
     return {"cache_bytes": sum(t.nbytes for t in found), "state_bytes": rest}
 
 
@@ -206,6 +208,12 @@ class Layer(NamedTuple):
     v: torch.Tensor
     store: object  # its codes
     rule: dict
+    sinks: torch.Tensor | None  # learnt logits
+
+    def attend(self, f, *states):
+        "Attention as a step of the model calls it, by `f`."
+        answer = f(*(states or (self.q, self.store, self.k, self.v)), **self.rule)
+        return attention.with_sinks(*answer, self.sinks, need_lse=False).out
 
 
 def layer_of(model, cache, info, batch: int) -> Layer:
@@ -213,10 +221,10 @@ def layer_of(model, cache, info, batch: int) -> Layer:
     held = next(x for x in cache.coded_layers if x.index == info.index)
     draw = lambda n: torch.randn(batch, n, 1, info.key_size, device=DEVICE, dtype=model.dtype)
     rule = dict(scaling=info.key_size**-0.5, sliding_window=info.sliding_window)
-    sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
-    if sinks:  # every layer of such a model has them
-        rule["sinks"] = sinks[info.index].detach()
-    return Layer(info, draw(info.query_heads), draw(info.heads), draw(info.heads), held.store, rule)
+    sinks = [p.detach() for name, p in model.named_parameters() if name.endswith("sinks")]
+    sinks = sinks[info.index] if sinks else None  # every layer of such a model has them
+    states = draw(info.query_heads), draw(info.heads), draw(info.heads)
+    return Layer(info, *states, held.store, rule, sinks)
 
 
 def exact_forms(info, batch: int, tokens: int, dtype, seconds: float) -> dict:
@@ -242,9 +250,8 @@ def exact_forms(info, batch: int, tokens: int, dtype, seconds: float) -> dict:
 def attention_row(model, cache, info, batch, tokens, seconds) -> dict:
     "Attention of one layer, ours and the best that bf16 has."
     ask = layer_of(model, cache, info, batch)
-    brought = ask.q, ask.store, ask.k, ask.v
-    call = partial(ops.attend, *brought, **ask.rule)
-    served = ops.select_backend(attention.Call.of(*brought, **ask.rule))
+    call = attention.Call.of(ask.q, ask.store, ask.k, ask.v, **ask.rule)
+    served = ops.select_backend(call)
     best, exact = {}, exact_forms(info, batch, tokens, model.dtype, seconds)
     for name, f in exact.items():
         with suppress(torch.OutOfMemoryError, RuntimeError):  # a form that does not fit
@@ -254,7 +261,7 @@ def attention_row(model, cache, info, batch, tokens, seconds) -> dict:
     each = dict(zip((x.index for x in cache.info.coded), report["per_layer"]))
     held = min(tokens, (info.sliding_window or tokens + 1) - 1)
     bf16 = 2 * info.heads * (info.key_size + info.value_size) * held / tokens
-    ours = times(call, ask.q.device, seconds)
+    ours = times(partial(ask.attend, ops.attend), ask.q.device, seconds)
     return dict(
         kind=kind_of(info),
         heads=info.heads,
@@ -298,11 +305,9 @@ def same_tokens(name: str) -> bool:
 def apart(model, cache, info, batch: int) -> float:
     "Attention of a layer against the reference in fp64 on the same codes."
     ask = layer_of(model, cache, info, batch)
-    got = ops.attend(ask.q, ask.store, ask.k, ask.v, **ask.rule).out.double()
     q, k, v = (x.double() for x in (ask.q, ask.k, ask.v))
-    rule = {name: x for name, x in ask.rule.items() if name != "sinks"}
-    want = attention.attend(q, ask.store, k, v, **rule)
-    want = attention.with_sinks(*want, ask.rule.get("sinks")).out
+    got = ask.attend(ops.attend).double()
+    want = ask.attend(attention.attend, q, ask.store, k, v)
     return float((got - want).norm() / want.norm())
 
 
