@@ -107,9 +107,7 @@ class Answer(NamedTuple):
     lse: Tensor | None  # [B, Hq, n] fp32, log-sum-exp of the scores
 
 
-def with_sinks(
-    out: Tensor, lse: Tensor, sinks: Tensor | None, need_lse: bool = True
-) -> Answer:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None, need_lse: bool = True) -> Answer:
     "A learnt logit [Hq] joins each head's softmax: weights shrink by sigmoid(lse - logit)."
     if sinks is None:
         return Answer(out, lse)
