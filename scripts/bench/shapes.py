@@ -14,13 +14,13 @@ max_length and static=True. `eager` launches from Python, `graph` replays one CU
 step. `by_itself`: why our cache replays no steps unasked, empty where it does. `cache_bytes`
 are of all tensors held, recurrent states apart in `state_bytes`.
 
-Rows of `what` "attention": one layer of each kind (`ran` of them in the step, `count` in the whole model), the
-kernels alone, replayed from a graph with an empty L2 cache: `p50` ours on the codes of the
-cache above, learnt logits included; `bf16_ms` the fastest of torch's scaled_dot_product_attention,
-the same with the query heads of a KV head as its rows, plain products, and a split-KV Triton
-kernel (`bf16_by`), on random states of what a layer of transformers holds (the window where it
-slides), without learnt logits. `ratio` is ours over theirs; `bytes` and `bf16_bytes` are of a
-token of the shape in one layer.
+Rows of `what` "attention": one layer of each kind (`ran` of them in the step, `count` in the
+whole model), the kernels alone, replayed from a graph with an empty L2 cache: `p50` ours on the
+codes of the cache above, learnt logits included; `bf16_ms` the fastest (`bf16_by`) of torch's
+scaled_dot_product_attention, the same with the query heads of a KV head as its rows, plain
+products, and a split-KV Triton kernel, on random states of what a layer of transformers holds
+(the window where it slides), without learnt logits. `ratio` is ours over theirs; `bytes` and
+`bf16_bytes` are of a token of the shape in one layer.
 
 Gate: a small model of each class writes the tokens of DynamicCache where all are held exactly,
 and attention of each kind of layer on a cache of 1,500 tokens is that of the reference in fp64
