@@ -40,7 +40,7 @@ from bench.generate import clean, noting, parts, put, states, step_of
 from bench.latents import times
 from bench.timing import replayed, step_times
 from eval.architectures import EXACT, VOCAB, small
-from plan import Plan
+from plan import Plan, seconds
 from transformers import DynamicCache, StaticCache
 
 from turboquant_nb.cache import attention
@@ -419,6 +419,7 @@ def options(p):
 def plan(a):
     with torch.no_grad():
         models = {name: made(MODELS[name], a.tiny) for name in a.models}
+        print(f"made after {seconds():.0f} s", flush=True)
         checked = gate(a, models)
     sizes = "small sizes" if a.tiny else "random weights, real sizes, fewer layers"
     return Plan(
