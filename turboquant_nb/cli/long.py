@@ -38,7 +38,8 @@ class _Asked:
     tasks: list[str] = option(
         ("loops", "arithmetic"),
         "agreement, loops, arithmetic, gsm8k, math, humaneval, mbpp, calls-simple, "
-        "calls-multiple, calls-parallel, schemas, coqa, needle-1k, -4k, -8k, -16k, papers.",
+        "calls-multiple, calls-parallel, schemas, coqa, needle-1k, -4k, -8k, -16k, "
+        "papers, and single-, keys-, values-, queries-, variables-, words-4k or -16k.",
         metavar="TASK",
     )
     data: str = option(".", "Folder with the wheels that hold the questions.", metavar="FOLDER")
