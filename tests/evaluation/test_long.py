@@ -131,9 +131,12 @@ def test_a_cause_stands_beside_its_recipe():
         )
     )
     rows = [{"task": "t", "cache": c, "each": e, "lost": 1, "p": 0.01} for c, e in each.items()]
-    out = with_causes([{"kl": 1.0, "task": "agreement", "cache": "a: sinks"}, *rows])
-    assert [r.get("of") for r in out] == [None] * 3 + ["a", None, None]
-    got = {k: out[3][k] for k in ("change", "mended", "of_lost", "of_gained", "of_p")}
+    kl = [("a", [1.0, 2.0]), ("a: sinks", [1.5, 3.5]), ("b: sinks", [0.0, 0.0])]
+    moved = [{"task": "agreement", "cache": c, "kl": 0, "kl_each": e} for c, e in kl]
+    out = with_causes([*moved, *rows])
+    assert [r.get("of") for r in out] == [None, "a", None] + [None] * 2 + ["a", None, None]
+    assert out[1]["of_kl"] == 1 and out[1]["of_kl_stderr"] == pytest.approx(0.5)
+    got = {k: out[5][k] for k in ("change", "mended", "of_lost", "of_gained", "of_p")}
     assert got == dict(change="sinks", mended=2, of_lost=1, of_gained=2, of_p=1.0)
     tested = [r["cache"] for r in adjusted(out, 0) if "p_holm" in r]
     assert tested == ["a", "b: sinks", "c"]

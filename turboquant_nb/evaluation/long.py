@@ -395,14 +395,20 @@ def with_ablations(model, candidates: list) -> list:  # of Candidate
 
 
 def with_causes(
-    rows: list,  # from `long_answers`, of candidates from `with_ablations`
+    rows: list,  # of candidates from `with_ablations`
 ) -> list:  # the same rows; those of changed recipes stand beside the recipe too
-    "How many lost answers a change mends, how many others it loses, and p of the two."
-    each = {(r["task"], r["cache"]): r["each"] for r in rows if "each" in r}
+    """How many lost answers a change mends, how many others it loses, and p of the two; or by
+    how much it moves the divergence, window by window."""
+    each = {(r["task"], r["cache"]): r.get("each", r.get("kl_each")) for r in rows}
     out = []
     for r in rows:
         of, _, change = r["cache"].partition(": ")
-        if change and (r["task"], of) in each and "each" in r:
+        if change and (r["task"], of) in each and "kl" in r:
+            moved = torch.tensor(r["kl_each"]) - torch.tensor(each[r["task"], of])
+            error = float(moved.std() / len(moved) ** 0.5) if len(moved) > 1 else float("nan")
+            about = dict(of=of, change=change, of_kl=float(moved.mean()), of_kl_stderr=error)
+            r = r | about
+        elif change and (r["task"], of) in each:
             exact, own, now = (each[r["task"], x] for x in ("uncompressed", of, r["cache"]))
             lost = sum(a > b for a, b in zip(own, now))
             gained = sum(a < b for a, b in zip(own, now))
@@ -481,6 +487,7 @@ def agreement(
             task="agreement",
             kl=float(kl.mean()),
             kl_stderr=error(kl),
+            kl_each=kl.mean(1).tolist(),
             kl_99=float(kl.flatten().quantile(0.99)),
             kl_parts=by_part(kl),
             top1=float(same.mean()),
