@@ -39,6 +39,7 @@ def test_a_row_counts_what_is_lost_and_gained():
     assert row["each"] == "10010" and row["unended"] == 5 and row["same_answers"] == 2
     assert row["departure"] == 2 and not row["within_margin"]  # departures 0, 2, 2, 3, 3
     assert (row["looped"], row["loop_from"]) == (0, None)
+    assert row["together"] == pytest.approx(2 / 3)  # three changed, and left at 2, 0 and 2
     turned = found([1, 1, 1], [[9, *[1, 2] * 40], [*range(7), *[5] * 40], [3]])
     row = paired_row(TASKS["gsm8k"], turned, turned, 0.05)
     assert (row["looped"], row["loop_from"]) == (2, 7)

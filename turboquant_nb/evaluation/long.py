@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable
@@ -270,6 +271,7 @@ def paired_row(
     low, high = difference(lost, gained, n)
     loops = sorted(x for a in ours if (x := loop_start(a["tokens"])) is not None)
     left = [_departure(a["tokens"], b["tokens"]) for a, b in zip(ours, theirs)]
+    places = Counter(x for x, a, b in zip(left, right, theirs) if a != b["right"])
     ends = sorted(len(b["tokens"]) if x is None else x for x, b in zip(left, theirs))
     share = dict(zip(("low", "high"), wilson(sum(right), n)))
     return share | dict(
@@ -294,6 +296,8 @@ def paired_row(
         tokens=sum(len(x["tokens"]) for x in ours),
         same_answers=sum(x is None for x in left),
         departure=ends[n // 2],
+        # of answers that changed, the share that leaves at one token: a tie of their template
+        together=max(places.values()) / (lost + gained) if places else 0.0,
         bits=found["bits"],
         seconds=round(found["seconds"], 1),
         unit="answers",
@@ -309,6 +313,7 @@ _BESIDE = (  # what only a row has that stands beside another
     "within_margin",
     "same_answers",
     "departure",
+    "together",
 )
 
 
