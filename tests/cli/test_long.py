@@ -144,7 +144,7 @@ def test_turns_of_a_conversation_are_answers(tiny):
     items.append(Item("long", ("Hello. " * 9999, "And you?"), judges))
     task, log = Task("talk", "conversation", 4, None), long.Log(None, {})
     for x in (None, as_candidate(model, "k3v3")):
-        found = long.ask(model, tokenizer, task, items, x, log, batch=2)
+        found = long.ask(model, tokenizer, task, items, x, long.Asking(log, batch=2))
         assert list(found["answers"]) == ["a.0", "a.1", "b.0", "b.1"]
         assert [x["right"] for x in found["answers"].values()] == [False, True] * 2
         assert found["bits"] > 0 and found["seconds"] > 0
