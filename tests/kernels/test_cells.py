@@ -589,6 +589,13 @@ def test_windows_that_no_kernel_reads():
 
 
 @needs_triton
+def test_blocks_of_wide_heads_are_refused():
+    sides = [Quantizer(Spec(3), d, DEVICE) for d in (64, 272)]
+    with pytest.raises(ValueError, match="head size must be at most 256 here, got 272"):
+        CellPlan(*sides, 64)
+
+
+@needs_triton
 def test_compiled_for_hopper():
     """The kernels of a step, with tables and with codes by windows, as they are launched: no
     spills where they would cost, copies of 16 bytes."""

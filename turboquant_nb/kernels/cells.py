@@ -90,8 +90,9 @@ class CellPlan(CellCodes):
             )
         super().__init__(key, value, CellLayout.of(key, value, tokens), center)
         self.plan = Plan.of(key, value, tokens, key.device)
-        if self.plan.why:
-            raise ValueError(f"no kernel reads these codes: {self.plan.why}")
+        wide = f"head size must be at most 256 here, got {max(key.d, value.d)}"
+        if why := self.plan.why or (wide if max(key.d, value.d) > 256 else ""):
+            raise ValueError(f"no kernel reads these codes: {why}")
         self.tables, self.device, self.scale_dtype = (
             self.plan.tables,
             key.device,
