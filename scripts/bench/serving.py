@@ -133,14 +133,14 @@ def needed(kind, model="llama-8b", shapes=()):
     that must have been."""
     if not re.match(r"k\dv\d-", kind):
         return set(), set()
-    some, must = set("plain drafts hybrid random exact exact_windows".split()), set()
+    some, must = set("plain drafts hybrid random".split()), set()
     some |= set("graphs graphs_drafts graphs_ragged".split())
     if "-r" in kind:
         some |= {x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"}
     if "trellis" in kind:
         some, must = some | {"graphs_trellis"}, {"trellis"}
     if model == "gpt-oss-20b":
-        some, must = some | {"exact_learnt"}, must | {"learnt"}
+        must |= {"learnt"}
     if any(x.startswith("offload:") for x in shapes):
         some, must = some | {"offload_codes"}, must | {"offload"}
     return some | must, must
@@ -177,7 +177,9 @@ def verdict(found, kinds, model="llama-8b", shapes=()):
         f"; parts found at {', '.join(earlier)}, whose package is the same" if earlier else ""
     )
     cmd += f"; not finished: {' '.join(sorted(late))}" if late else ""
-    cmd += f"; not passed, and its kinds not measured: {' '.join(sorted(red))}" if red else ""
+    cmd += f"; not passed: {' '.join(sorted(red))}" if red else ""
+    lost = [kind for kind in kinds if kind not in kept]
+    cmd += f"; so not measured: {' '.join(lost)}" if lost else ""
     return dict(
         cmd=cmd,
         passed=bool(kept) and (kept == list(kinds) or any(needs[kind][0] for kind in kept)),
