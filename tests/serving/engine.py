@@ -635,7 +635,8 @@ def offload(folder, of=None, cut=lambda page: page):
     moved, path = copying(cut), llama(folder / "llama")
     of = dict(recent=24, sinks=4) if of is None else of
     llm = engine(path, 1000, of, kv_transfer_config=offloading())
-    prompts, found, cached = random_prompts(130, 200, 330), [], []
+    lengths = 130, 200, 330, *(range(140, 340, 20) if CUDA else ())
+    prompts, found, cached = random_prompts(*lengths), [], []
     for turn in range(3):  # computed, from the engine's memory, from the host's
         if turn == 2:
             forget(llm)
