@@ -6,8 +6,8 @@ own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, fi
 firsts_short, trellis, exact, exact_windows, exact_learnt, exact_states, learnt, states,
 offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid, random,
 random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged,
-graphs_trellis, each of which is a function here. On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is
-chosen by its name, in bf16."""
+graphs_trellis, each of which is a function here. On a CPU our backend stands in the place of
+vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 
 import json
 import multiprocessing
