@@ -214,7 +214,7 @@ def shared_gate(path, parts, seconds):
 class Engine:
     "A process of serving_engine.py, which imports what it needs and waits to be told to begin."
 
-    def __init__(self, kind, a):
+    def __init__(self, kind, a, cache_gib=None):
         self.kind, self.folder, self.log = (
             kind,
             tempfile.TemporaryDirectory(),
@@ -222,6 +222,7 @@ class Engine:
         )
         shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
         profiles = [] if a.profile is None else ["--profile", a.profile]
+        profiles += [] if cache_gib is None else ["--cache", cache_gib]
         command = [
             sys.executable,
             HERE / "serving_engine.py",
@@ -250,14 +251,30 @@ class Engine:
             if line == "READY\n":
                 break
 
+    def go_on(self):
+        "To the start of the engine, then to what is measured."
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def start(self, seconds):
+        "Its first row, that of its start; None where it fails, or takes longer."
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("ROW "):
+                    return json.loads(line[4:])
+            return None
+        finally:
+            timer.cancel()
+
     def rows(self, seconds):
-        """Its rows as they come; what it said last is shown where it fails. After so many
+        """Its other rows as they come; what it said last is shown where it fails. After so many
         seconds it is ended."""
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
         try:
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
+            self.go_on()
             for line in self.process.stdout:
                 if line.startswith("ROW "):
                     yield json.loads(line[4:])
@@ -280,17 +297,27 @@ class Engine:
 
 def rows(a, kinds):
     left = lambda: a.until - (time.monotonic() - began)
-    engines = [Engine(kind, a) for kind in kinds]
+    sizes = dict(zip(a.kinds, a.cache_gib or []))
+    engines = [Engine(kind, a, sizes.get(kind)) for kind in kinds]
     try:
         for engine in engines:
             engine.wait_ready()  # so that none imports while another is measured
+        while a.turn and not Path(a.turn).exists() and left() > 0:
+            time.sleep(0.1)
         for i, engine in enumerate(engines):
-            if left() < 45:
+            if left() < a.least:
                 print(f"no time is left for {kinds[i:]}", flush=True)
                 break
             tokens, limit = 0, min(a.seconds, left())
             try:
-                for row in engine.rows(limit):
+                if i % a.together == 0:
+                    group = engines[i : i + a.together]
+                    for each in group:
+                        each.go_on()
+                    started = {each.kind: each.start(min(a.seconds, left())) for each in group}
+                if started[engine.kind]:
+                    yield started[engine.kind]
+                for row in engine.rows(min(a.seconds, left())):
                     tokens += row["what"] in ("token", "first token", "written")
                     yield row
             except OSError as error:
@@ -352,6 +379,24 @@ def options(p):
         type=float,
         default=16,
         help="GiB of blocks that are left to full:, whatever the kind",
+    )
+    p.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        help="engines that are started at once; each is measured alone, while others wait",
+    )
+    p.add_argument(
+        "--cache-gib",
+        nargs="*",
+        type=float,
+        help="GiB of blocks of each kind, instead of what --memory leaves",
+    )
+    p.add_argument(
+        "--turn", metavar="FILE", help="wait, with all imported, until this file exists"
+    )
+    p.add_argument(
+        "--least", type=int, default=45, help="seconds left without which no kind is measured"
     )
     p.add_argument(
         "--parts",

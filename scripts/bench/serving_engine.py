@@ -1,7 +1,8 @@
 """One engine of vLLM with a model's shapes and dummy weights, in a process of its own:
-serving_engine.py [--model NAME] [--profile FOLDER] KIND FOLDER GPUS MEMORY GIB SHAPE …; see
-serving.py. Prints rows as JSON lines. It begins when a line comes on its standard input: what
-is imported before that may be imported while another is measured."""
+serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] KIND FOLDER GPUS MEMORY GIB
+SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a line comes on
+its standard input, and measures when the next one comes: others may be imported before the
+first, and started before the second, while none is measured."""
 
 import argparse
 import json
@@ -340,7 +341,9 @@ def profiled(run, path):
         pstats.Stats(host, stream=f).sort_stats("tottime").print_stats(30)
 
 
-def main(kind, folder, gpus, memory, gib, shapes, profile=None, model="llama-8b"):
+def main(
+    kind, folder, gpus, memory, gib, shapes, profile=None, model="llama-8b", cache_gib=None
+):
     from vllm import LLM, SamplingParams
 
     if found := re.fullmatch(OURS, kind):
@@ -362,17 +365,21 @@ def main(kind, folder, gpus, memory, gib, shapes, profile=None, model="llama-8b"
     if offloaded := [b * n for what, b, n, _ in shapes if what == "offload"]:
         more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model])
     copied = copies() if offloaded else []
+    if cache_gib is not None:
+        more["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
     llm = LLM(folder, **more)
     cache = llm.llm_engine.vllm_config.cache_config
     row = lambda **x: print("ROW " + json.dumps(dict(kind=kind, gpus=gpus, **x)), flush=True)
     row(what="start", p50=time.time() - began, unit="s")
+    if not sys.stdin.readline():
+        return
     pool = Pool(llm) if gpus == 1 else None  # of this process
     each = 1 / cache.block_size if pool is None else pool.blocks_per_token
     row(
         what="cache",
         p50=int(cache.num_gpu_blocks / each),
         unit="tokens",
-        memory=memory,
+        **(dict(memory=memory) if cache_gib is None else dict(gib=cache_gib)),
         **({} if pool is None else dict(bytes_per_token=pool.bytes * each)),
     )
     gen, steps = torch.Generator().manual_seed(0), timed_steps(llm.llm_engine)
@@ -447,6 +454,7 @@ if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--model", choices=MODELS, default="llama-8b")
     p.add_argument("--profile")
+    p.add_argument("--cache", dest="cache_gib", type=float)
     for name, kind in dict(kind=str, folder=str, gpus=int, memory=float, gib=float).items():
         p.add_argument(name, type=kind)
     p.add_argument("shapes", nargs="+", type=shape_of)
