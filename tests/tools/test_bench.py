@@ -419,6 +419,55 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass():
     ), "ours have"
 
 
+def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
+    serving, log = importlib.import_module("bench.serving"), []
+
+    class Engine:
+        def __init__(self, kind, a, gib):
+            self.kind, self.gib, self.process = kind, gib, self
+
+        def wait_ready(self):
+            log.append(f"ready {self.kind}")
+
+        def go_on(self):
+            log.append(f"go {self.kind} {self.gib}")
+
+        def start(self, seconds):
+            return None if self.kind == "late" else dict(kind=self.kind, what="start")
+
+        def rows(self, seconds):
+            log.append(f"measure {self.kind}")
+            if self.kind == "late":
+                raise BrokenPipeError
+            yield dict(kind=self.kind, what="token")
+
+        kill = wait = lambda self: None
+
+    monkeypatch.setattr(serving, "Engine", Engine)
+    (tmp_path / "turn").touch()
+    a = SimpleNamespace(kinds=["bf16", "red", "k3v3-128", "late"], cache_gib=[4, 3, 2, 1])
+    a.until, a.seconds, a.least, a.gpus, a.together = 10**6, 9, 0, 1, 2
+    a.turn = str(tmp_path / "turn")
+    got = [*serving.rows(a, ["bf16", "k3v3-128", "late"])]
+    assert log[3:] == [
+        "go bf16 4",
+        "go k3v3-128 2",
+        "measure bf16",
+        "measure k3v3-128",
+        "go late 1",
+        "measure late",
+    ]
+    assert [(r["kind"], r["what"]) for r in got] == [
+        ("bf16", "start"),
+        ("bf16", "token"),
+        ("k3v3-128", "start"),
+        ("k3v3-128", "token"),
+        ("late", "no token"),
+    ]
+    a.least = 10**7
+    assert not [*serving.rows(a, ["bf16"])], "no time is left"
+
+
 def test_a_gate_is_shared_by_runs_of_one_package(tmp_path, monkeypatch):
     serving, ran = importlib.import_module("bench.serving"), []
     monkeypatch.setattr(
