@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,6 +63,26 @@ def test_entry_point():
     assert (
         '"vllm.general_plugins": cfg["vllm_plugins"].split()' in (ROOT / "setup.py").read_text()
     )
+
+
+def test_few_window_pages_are_kept():
+    """Of our windows, and where the engine has not been told how many: as newer engines do."""
+    from turboquant_nb.serving import vllm as ours
+
+    def coordinator(spec, interval):
+        group = SimpleNamespace(kv_cache_spec=spec)
+
+        def old(self):
+            self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
+            self.retention_interval = interval
+
+        made = SimpleNamespace()
+        ours._keeping_few(old)(made)
+        return made.retention_interval
+
+    window = object.__new__(ours.CodedWindowSpec)
+    found = [coordinator(spec, n) for spec in (window, object()) for n in (None, 512)]
+    assert found == [0, 512, None, 512]
 
 
 def test_engine(tmp_path):

@@ -300,6 +300,14 @@ def test_kinds_and_shapes_of_engines():
     ]
 
 
+def test_steps_beside_prompts_that_are_read_again_are_no_steps():
+    engine = importlib.import_module("bench.serving_engine")
+    prompts = [[0] * 1000, [0] * 300, [0] * 20]
+    assert not engine.read_again(prompts, 744 + 44, 128)
+    why = engine.read_again(prompts, 700, 128)
+    assert why == "prompts were read again: 700 of at least 788 tokens were cached"
+
+
 def test_prefixes_on_the_host_are_measured_once_their_copies_are_over(monkeypatch):
     """Of an engine that is made up: prefixes stay until it forgets them, which it does after
     two more steps; copies to the host take 4 s a prefix, from there 1."""
