@@ -3,8 +3,8 @@
 
 A layer of SmolLM2's shapes (3 KV heads, 9 query heads, head size 64) in fp32 with the demo's
 2,926 tokens, batch 1. A step codes one token and attends with one query. `path`: `look-up` as
-`ops` serves it, by `gather.append` and `gather.attend`; `step by step` by `KVStore.append` and
-`attention.attend`, which serve where the look-up cannot; `exact states`, keys and values
+`ops` serves it, by `token_coder.append` and `gather.attend`; `step by step` by `KVStore.append`
+and `attention.attend`, which serve where the look-up cannot; `exact states`, keys and values
 extended as DynamicCache does and torch's SDPA. `--trellis`: trellis codes of two and three
 bits, which the store codes on every path, beside tables. The paths take turns. `p20`, `p50` and
 `p80` are quantiles of processor time, which other jobs of the machine leave nearly alone;
@@ -21,7 +21,7 @@ import torch
 from plan import Plan
 from bench.timing import quantiles
 
-from turboquant_nb.cache import attention, gather
+from turboquant_nb.cache import attention, gather, token_coder
 from turboquant_nb.kernels import ops
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset
@@ -64,7 +64,7 @@ def gate(recipes, tokens):
         other = copy.deepcopy(mine)
         for seed in range(1, 4):
             k, v, q = states(1, seed)
-            passed &= gather.append(mine, k, v) or not has_table(mine, "decode")
+            passed &= token_coder.append(mine, k, v) or not has_table(mine, "decode")
             if mine.length == other.length:
                 mine.append(k, v)
             other.append(k, v)
@@ -123,7 +123,7 @@ def rows(recipes, tokens, repeats, threads):
             k, v, q = states(1, i + 1)
             paths = {
                 "look-up": (
-                    lambda: gather.append(store, k, v) or store.append(k, v),
+                    lambda: token_coder.append(store, k, v) or store.append(k, v),
                     lambda: gather.attend(q, store, k, v),
                 ),
                 "step by step": (

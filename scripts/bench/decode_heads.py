@@ -5,7 +5,7 @@ Half of the KV heads at 2 bits and half at 3, keys around the mean before RoPE, 
 and 16 recent tokens: as two runs of neighbours, every other one, and in three groups (a quarter
 at 2 bits, a quarter at 3, half with keys at 3 and values at 2); beside them all heads at 2 and
 all at 3 bits, whose mean is the uniform cache of the same average. A group attends to a store
-of its own: its query heads are taken, and outputs joined, as `hf.cache.GroupedLayer` does.
+of its own: its query heads are taken, and outputs joined, as `hf.heads.GroupedLayer` does.
 `order`: groups one after the other, or side by side on streams of their own. On a GPU all is
 replayed from a CUDA graph, the L2 cache emptied before; `append` is one token of each sequence.
 On a CPU only attention is timed, by the clock. `over_mean`: time over the mean of 2 and 3 bits;
@@ -20,7 +20,7 @@ from bench.timing import clock_times, event_time, kernel_times, quantiles, repla
 from plan import Plan
 
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.hf.cache import join_heads, take_heads
+from turboquant_nb.hf.heads import join_heads, take_heads
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.mixed_precision import HeadRecipe
 from turboquant_nb.quant.quantizer import Recipe, Spec

@@ -18,7 +18,7 @@ import torch
 
 from turboquant_nb.cli import web
 from turboquant_nb.cli.app import Usage
-from turboquant_nb.cli.inputs import Changes, asked_caches
+from turboquant_nb.cli.recipes import Changes, asked_caches
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.quant.quantizer import PRESETS, preset
 

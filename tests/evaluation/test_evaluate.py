@@ -32,6 +32,7 @@ from turboquant_nb.evaluation.score import (
 )
 from turboquant_nb.evaluation.tasks import (
     attention_error,
+    Needles,
     kept_tokens,
     needle,
     _needle_texts,
@@ -358,9 +359,8 @@ def test_rows_of_all_measures(llama, tmp_path):
     assert [r["cache"] for r in rows] == ["uncompressed", "k4v4", "fp8"] and len(seen) == 3
     assert set(rows[2]["against"]) == {"uncompressed", "k4v4"}
     kl = list(next_token(llama, ids, cut, prompt=40))
-    book = list(
-        needle(llama, Words(), ["k4v4"], (100,), (0.0, 1.0), 2, "One thing. Another. " * 20)
-    )
+    needles = Needles((100,), (0.0, 1.0), 2, "One thing. Another. " * 20)
+    book = list(needle(llama, Words(), ["k4v4"], needles))
     layers = list(attention_error(llama, ids, ["k4v4"], 40))
     assert len(kl) == 2 and len(book) == 4 and [r["layer"] for r in layers] == [0, 1, 2]
     import matplotlib
@@ -457,11 +457,7 @@ def test_tokens_that_keep_the_highest_score():
             lambda m: list(perplexity(m, tokens(), ["fp8", "fp8"], prompt=40)),
         ),
         (ValueError, "one shape", lambda m: paired(torch.zeros(2, 3), torch.zeros(2, 4))),
-        (
-            ValueError,
-            "depths must be",
-            lambda m: list(needle(m, Words(), ["fp8"], depths=(2,))),
-        ),
+        (ValueError, "depths must be", lambda m: Needles(depths=(2,))),
         (
             ValueError,
             "one recipe for each of the 3",

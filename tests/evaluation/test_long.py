@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from turboquant_nb.evaluation import long
-from turboquant_nb.evaluation.long import Log, adjusted, design, long_answers, paired_row
+from turboquant_nb.evaluation.long import (
+    Asking,
+    Log,
+    adjusted,
+    design,
+    long_answers,
+    paired_row,
+)
 from turboquant_nb.evaluation.questions import TASKS
 
 
@@ -44,7 +51,7 @@ def test_a_task_that_the_model_cannot_do_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr(long, "ask", ask)
     questions = {TASKS[x]: [None] for x in given}
     other = SimpleNamespace(name="fp8", recipe=None)
-    rows = list(long_answers(None, None, questions, [other], Log(None, {})))
+    rows = list(long_answers(None, None, questions, [other], Asking(Log(None, {}))))
     assert asked == [("gsm8k", None), ("math", None), ("math", "fp8")]
     assert "one time in ten" in rows[0]["left_out"] and "left_out" not in rows[1]
     assert "net" not in rows[0] and rows[2]["net"] == 0

@@ -15,7 +15,7 @@ from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, score
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.cache import GroupedLayer, join_heads, take_heads
+from turboquant_nb.hf.heads import GroupedLayer, join_heads, take_heads
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 from turboquant_nb.kernels.decode import is_interpreted
@@ -445,7 +445,8 @@ def test_each_group_has_the_pair_scale_of_its_heads(protocol):
 
 def test_the_command_line_reads_and_shows_heads():
     "A recipe of heads as JSON, its size, and the codes of any one head."
-    from turboquant_nb.cli.inputs import Changes, Usage, read_recipe
+    from turboquant_nb.cli.app import Usage
+    from turboquant_nb.cli.recipes import Changes, read_recipe
     from turboquant_nb.cli.plan import CacheSize
     from turboquant_nb.cli.web import stored
 

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, GPT2Config, LlamaConfig
 from transformers.cache_utils import Cache
 
-from turboquant_nb.cache import gather
+from turboquant_nb.cache import token_coder
 from turboquant_nb.cache.store import expected_nbytes
 from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies
 from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset
@@ -1123,7 +1123,7 @@ def test_a_pass_codes_its_tokens_at_its_end(recipe, monkeypatch):
         and len(seen) == 12
     )
     with monkeypatch.context() as m:
-        m.setattr(gather, "append_later", lambda *a: False)
+        m.setattr(token_coder, "append_later", lambda *a: False)
         same(generate(model, inputs, "turboquant", cache=want, max_new_tokens=12)[0], ids)
     assert not any(x.store.uncoded for x in mine.coded_layers)
     assert_same(walk_snapshot(mine), walk_snapshot(want))

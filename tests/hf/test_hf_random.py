@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention
-from turboquant_nb.hf.cache import STEPS
+from turboquant_nb.hf.layer import STEPS
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode
 from turboquant_nb.cache.memory import TruncatedCode

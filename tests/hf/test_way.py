@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import turboquant_nb
 from tests.helpers import covering_pairs, exact_recipe, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf import cache as hf_cache
+from turboquant_nb.hf import layer as hf_layer
 from turboquant_nb.hf import hooks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -190,7 +190,7 @@ def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():
             call.query, call.key, call.value, call.mask, scale=call.scaling, enable_gqa=True
         )
 
-    hf_cache._say_slow.cache_clear()
+    hf_layer._say_slow.cache_clear()
     with hooks.hooked(hooks.Attend(model, "mine", mine)):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

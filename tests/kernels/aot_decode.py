@@ -100,8 +100,9 @@ def build(
 ):
     """The decode kernel as `mma_attention` asks for it; fused: channels that a pre-RoPE mean
     rotates; codebook: of a trellis code."""
-    chains = chains_of(codebook, d, bits) if codebook else []
-    form = decode_mma.decode_form(d, d, rows, *bits, page, fused, *chains)
+    chains = chains_of(codebook, d, bits) if codebook else [(), ()]
+    sides = [decode_mma.FormSide(d, b, chain) for b, chain in zip(bits, chains)]
+    form = decode_mma.decode_form(*sides, rows, page, fused)
     flags = dict(
         HAS_START=False,
         HAS_END=False,

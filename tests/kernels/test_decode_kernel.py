@@ -957,12 +957,9 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
     )
     inv_freq = 10000.0 ** (-torch.arange(half) / half)
     tables = query.AngleTables.of(inv_freq, 5000, page)
-    G = SimpleNamespace(
-        **{
-            k: getattr(v, "value", v)
-            for k, v in vars(decode_mma.decode_form(d, d, Q, 3, 3, page, rotary)).items()
-        }
-    )
+    side = decode_mma.FormSide(d, 3)
+    form = vars(decode_mma.decode_form(side, side, Q, page, rotary))
+    G = SimpleNamespace(**{k: getattr(v, "value", v) for k, v in form.items()})
     b, h, held, flat = 1, 1, Coefficients(), lambda x: Pointer(x.flatten())
     sb, sh, sn, _ = q.stride()
     whole = torch.tensor

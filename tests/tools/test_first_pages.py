@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from turboquant_nb import KVStore, Recipe, preset
-from turboquant_nb.cli import inputs
+from turboquant_nb.cli import recipes
 from turboquant_nb.quant.quantizer import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -392,7 +392,7 @@ def test_recipes_of_the_guide_are_recipes():
         fast = preset(f"{name}-fast")
         assert fast == preset(name).settled(rope=False) != preset(name).settled(rope=True)
     assert {*re.findall(r"`(k\dv\d(?:-\w+)?)`", GUIDE_TEXT)} <= PRESETS.keys()
-    assert inputs.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in inputs.RECIPE
+    assert recipes.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in recipes.RECIPE
     for name in ("k2v2", "k3v3"):
         assert f"`{name}-trellis`" in GUIDE_TEXT
         small, table = preset(f"{name}-trellis"), preset(name)

@@ -310,10 +310,10 @@ class _NewStates:
     centre = property(lambda self: self.part.q.centre, doc="What is taken out of them.")
 
 
-def _sides(k, v, key, value, texts) -> list:
+def _sides(new: AppendOperands) -> list:
     "Keys and values as `_NewStates`."
     out = []
-    for x, tensors, text in zip((k, v), (key, value), texts):
+    for x, tensors, text in zip((new.k, new.v), (new.key, new.value), new.texts):
         part = copy(_coder(text, x.device))
         part.memory = copy(part.memory)
         names = *part.memory.names, "sinks", "recent", *part.fitted
@@ -354,27 +354,25 @@ def _code_at(sides, start, position, flags, rope_table, max_length):
             s.part.memory.write_at(part, at[j : j + rows], fits)
 
 
-def _append_by_position(
-    k, v, key, value, start, position, flags, rope_table, texts, max_length, code=_code_at
-):
-    "Append `AppendOperands` where `position` says."
-    sides = _sides(k, v, key, value, texts)
+def _append_by_position(new: AppendOperands, code=_code_at):
+    "Append where `position` says."
+    sides, start, position = _sides(new), new.start, new.position
     for s in sides:
-        _take_mean(s, start, position, rope_table)
-    code(sides, start, position, flags, rope_table, max_length)
-    fits = position + k.shape[2] <= max_length
-    flags[4:5].bitwise_or_((~fits).int())
+        _take_mean(s, start, position, new.rope_table)
+    code(sides, start, position, new.flags, new.rope_table, new.max_length)
+    fits = position + new.k.shape[2] <= new.max_length
+    new.flags[4:5].bitwise_or_((~fits).int())
     last = (position.long() - 1).clamp(min=0)
     for s in sides:
         scales = s.t["scale"].flatten(2)
         scales[:, :, last] = torch.where(fits, scales[:, :, last], math.nan)
         s.part.exact.put_at(s.x, start, position.long(), fits)
-    position.add_(k.shape[2] * fits)
+    position.add_(new.k.shape[2] * fits)
 
 
 _append_op = torch.library.custom_op(
     "turboquant_nb::append",
-    _append_by_position,
+    lambda *operands: _append_by_position(AppendOperands(*operands)),
     mutates_args=("key", "value", "position", "flags"),
     schema=_APPEND,
 )

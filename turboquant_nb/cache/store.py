@@ -198,7 +198,7 @@ class KVStore:
         tile: int = TILE,
         # with max_length: no tensor ever moves, and the device counts tokens
         static: bool = False,
-        # [r/2] the model's RoPE frequencies, for center="pre_rope" or "auto"
+        # [r/2] the model's RoPE frequencies, for a centre that rotates
         inv_freq: Tensor | None = None,
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
@@ -310,11 +310,7 @@ class KVStore:
         device, NaN, Inf or a full store, which then is as before. Where a static store is
         captured, values are not looked at, see `sync`, and whoever replays adds n to
         `length`."""
-        self.append_in_frame(self.key.into_frame(k), v, names)
-
-    def append_in_frame(self, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> None:
-        "`append` of keys that `Part.into_frame` gave."
-        self.clock.append(self, k, v, names, append_by_host)
+        self.clock.append(self, self.key.into_frame(k), v, names, append_by_host)
 
     @_plain
     def complete(self, q: Tensor | None = None, mean_of=None) -> None:

@@ -13,7 +13,8 @@ from typing import Callable
 
 from .app import Typed, Usage, app, command, lazy, option, options
 from .generate import bytes_held
-from .inputs import RECIPES, Weights, asked_caches, context_length, opened
+from .inputs import Weights, context_length, opened
+from .recipes import RECIPES, asked_caches
 from .output import Files, Output, collected, hushed, recorded, show_table
 from ..quant.layer_info import read_facts
 

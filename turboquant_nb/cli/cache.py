@@ -24,7 +24,6 @@ from turboquant_nb.cli.app import (
 from .chat import fingerprint
 from .generate import Length, Writing, generated
 from turboquant_nb.cli.inputs import (
-    OneCache,
     Prompt,
     Source,
     context_length,
@@ -32,6 +31,7 @@ from turboquant_nb.cli.inputs import (
     read_prompt,
     tokens_of,
 )
+from .recipes import OneCache
 from .output import Output, hushed, layer_progress, target_file, writing
 
 # %% ../../nbs/reference/87ma_cli_cache.ipynb #ca5c0008

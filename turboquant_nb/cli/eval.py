@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Callable
 
 from .app import Typed, Usage, at_fault, command, group, lazy, option, options
-from turboquant_nb.cli.inputs import (
+from .inputs import Weights, context_length, opened, read_texts
+from turboquant_nb.cli.recipes import (
     Asked,
     Calibrated,
     Changes,
-    Weights,
     asked_caches,
     check_recipe_name,
-    context_length,
-    opened,
-    read_texts,
 )
 from .output import Files, Output, collected, hushed, recorded, show_table
 
@@ -305,11 +302,11 @@ class _Needles:
 def needle(caches: Caches, asked: _Needles, common: Common) -> None:
     "A sentence with a number, asked for at the end of a long text."
     cells = len(asked.lengths) * len(asked.depths)
-    how = dict(lengths=asked.lengths, depths=asked.depths, trials=asked.trials)
+    how = dict(lengths=asked.lengths, depths=asked.depths, trials=asked.trials, seed=asked.seed)
 
     def rows(model, tokenizer, _, compared, tick):
-        more = dict(seed=asked.seed, batch=common.files.batch, tick=tick)
-        return tasks.needle(model, tokenizer, compared, **how, **more)
+        batch = common.files.batch
+        return tasks.needle(model, tokenizer, compared, tasks.Needles(**how), batch, tick)
 
     measure = Measure(
         "needle",

@@ -124,9 +124,8 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
             common.output.note(f"continues {path.name}: {len(log.known)} batches are known")
         if _AGREEMENT in asked.tasks:
             yield from _agree(model, tokenizer, compared, log, tick)
-        how = dict(margin=asked.margin, batch=batch, temperature=asked.temperature)
-        how |= dict(seed=asked.seed, tick=tick)
-        yield from longer.long_answers(model, tokenizer, items, compared, log, **how)
+        how = longer.Asking(log, batch, asked.temperature, asked.seed, tick)
+        yield from longer.long_answers(model, tokenizer, items, compared, how, asked.margin)
 
     def _agree(model, tokenizer, compared, log, tick):
         asks = [x.ask for x in state["stories"][: asked.text_windows]]

@@ -27,20 +27,14 @@ from turboquant_nb.cli.app import (
     size,
     version,
 )
-from turboquant_nb.cli.inputs import (
-    RECIPES,
-    Changes,
-    asked_caches,
-    check_model,
-    read_config,
-    read_recipe,
-)
+from .inputs import check_model, read_config
+from .recipes import RECIPES, Changes, asked_caches, read_recipe
 from .output import Output, hushed, show_table
 from ..quant.layer_info import longest_context
 
 # %% ../../nbs/reference/87h_cli_plan.ipynb #b0ef58bf
 torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
-quant, stores = lazy("turboquant_nb.quant.quantizer"), lazy("turboquant_nb.cache.store")
+quant, stores = lazy("turboquant_nb.quant.mixed_precision"), lazy("turboquant_nb.cache.store")
 
 # %% ../../nbs/reference/87h_cli_plan.ipynb #7e9582a0
 def bits_per_value(
@@ -48,7 +42,7 @@ def bits_per_value(
     d: int | None = None,  # head size; None: codes alone
 ) -> float:  # mean of keys and values
     """Bits per value of a coded token: codes, and with `d` the numbers stored per vector
-    (scale, and norm of a QJL residual). Raises ValueError for bits that do not fit d."""
+    (scale, and what a code keeps besides). Raises ValueError for bits that do not fit d."""
     if d is not None and d < 1:
         raise ValueError(f"d must be at least 1, got {d}")
     total = 0.0
@@ -56,8 +50,9 @@ def bits_per_value(
         if d is None:
             total += sum(s.bits) / len(s.bits) if isinstance(s.bits, tuple) else s.bits
         else:
-            numbers = (32 if s.scale_dtype == "float32" else 16) * (1 + (s.residual == "qjl"))
-            total += (sum(quant.channel_bits(s.bits, d)) + numbers) / d
+            code, number = quant.find_code(s, d), 32 if s.scale_dtype == "float32" else 16
+            kept = [extra.bits or number for extra in code.extras]
+            total += sum((*code.channel_bits, *kept, number)) / d
     return total / 2
 
 

@@ -20,17 +20,8 @@ import typer
 
 from .app import Usage, app, at_fault, command, lazy, message, option, options
 from .generate import bytes_held, common_prefix, stop_tokens
-from turboquant_nb.cli.inputs import (
-    PRESETS,
-    Asked,
-    Changes,
-    Weights,
-    asked_caches,
-    context_length,
-    opened,
-    read_bits,
-    tokens_of,
-)
+from .inputs import Weights, context_length, opened, tokens_of
+from .recipes import PRESETS, Asked, Changes, asked_caches, read_bits
 from .output import Output, hushed
 
 # %% ../../nbs/reference/87g_cli_web.ipynb #74f8f560

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..hf import TurboQuantCache, TurboQuantLayer
-from ..hf.cache import take_heads
+from ..hf.heads import take_heads
 from ..cache.attention import with_sinks
 from ..hf.hooks import Attend, AttentionCall, hooked
 from transformers.cache_utils import Cache, DynamicLayer

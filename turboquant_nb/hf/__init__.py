@@ -9,7 +9,8 @@ __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCa
 
 # %% ../../nbs/56_hf.ipynb #228b9a2d
 from .model_info import ModelInfo, plan_layers, layer_frequencies
-from .cache import MARGIN, NAME, CodedStates, TurboQuantCache, TurboQuantLayer
+from .cache import TurboQuantCache
+from .layer import MARGIN, NAME, CodedStates, TurboQuantLayer
 from .attention import exact_attention, turboquant_attention, turboquant_mask
 from .default import Default, disable, enable
 from .compiled import CompiledSteps, compile_steps

@@ -12,7 +12,8 @@ import torch
 from fastcore.basics import patch
 
 from ..files import Saved
-from .cache import TurboQuantCache, TurboQuantLayer
+from .cache import TurboQuantCache
+from .layer import TurboQuantLayer
 from .latents import IndexKeys
 from .model_info import _recipes_from_json, _recipes_to_json
 from ..cache.clock import DeviceClock, HostClock, clock_of

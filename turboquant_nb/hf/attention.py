@@ -14,7 +14,9 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..cache.attention import Answer, Call, Rule, dense_attention, with_sinks
-from .cache import NAME, CodedStates, TurboQuantCache, take_heads
+from .cache import TurboQuantCache
+from .heads import take_heads
+from .layer import NAME, CodedStates
 from turboquant_nb.hf.hooks import (
     AttentionCall,
     as_interface,

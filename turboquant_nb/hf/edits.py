@@ -14,7 +14,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from .. import checks
 from ..cache.store import rearrange
-from .cache import MARGIN, _DRAFTS, _Flags, TurboQuantCache, TurboQuantLayer
+from .cache import _Flags, TurboQuantCache
+from .layer import MARGIN, _DRAFTS, TurboQuantLayer
 from .hooks import Before
 
 # %% ../../nbs/51b_edits.ipynb #bef88f44

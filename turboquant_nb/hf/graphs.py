@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cache.attention import Answer, Call
 from ..kernels import ops
-from .cache import STEPS, CodedStates, TurboQuantCache, TurboQuantLayer
+from .cache import TurboQuantCache
+from .layer import STEPS, CodedStates, TurboQuantLayer
 from .hooks import Detour
 from ..cache.clock import CAPTURE, DeviceClock, flags_of, is_captured
 from ..cache.exact import Tail, _plain

@@ -13,7 +13,9 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
-from .cache import CodedStates, GroupedLayer, TurboQuantCache, TurboQuantLayer
+from .cache import TurboQuantCache
+from .heads import GroupedLayer
+from .layer import CodedStates, TurboQuantLayer
 from .hooks import eagerly
 from ..quant.mixed_precision import HeadRecipe
 from ..quant.quantizer import Spec
@@ -138,9 +140,12 @@ class IndexedLayer(GroupedLayer):
     """A layer that attends to tokens which it selects by keys of their own: a layer of its
     keys and values, and one of those. Raises ValueError for what cannot be served."""
 
-    def __init__(self, recipe, info, reader, max_length, backend, static):
+    def __init__(self, recipe, info, reader, max_length, backend, clock):
         for wrong, why in (
-            (static, "static=True: keys of an index would have to be read whole in each step"),
+            (
+                clock.fixed,
+                "static=True: keys of an index would have to be read whole in each step",
+            ),
             (isinstance(recipe, HeadRecipe), "heads of a layer with an index share a recipe"),
             (info.index_size % 2, f"keys of an index have halves, got {info.index_size}"),
         ):

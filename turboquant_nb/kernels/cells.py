@@ -35,6 +35,7 @@ from turboquant_nb.kernels.decode import (
 from turboquant_nb.kernels.decode_mma import (
     _decode_kernel,
     _Form,
+    FormSide,
     decode_form,
     gl,
     packaged_config,
@@ -1013,9 +1014,9 @@ def _cell_form(
 ) -> _Form:
     """What the kernel is compiled for. key, value: offsets of three planes and of scales;
     chains: of `CodeTables`. One object per set of arguments."""
-    form = decode_form(
-        cell.d_key, cell.d_value, rows, cell.key_bits, cell.value_bits, cell.tokens, 0, *chains
-    )
+    sizes = (cell.d_key, cell.key_bits), (cell.d_value, cell.value_bits)
+    sides = [FormSide(*size, chain) for size, chain in zip(sizes, chains)]
+    form = decode_form(*sides, rows, cell.tokens)
     names = [*(f"{s}{n}" for s in "KV" for n in ("0", "1", "2", "S"))]
     return _Form(
         **vars(form), **{f"AT_{n}": gl.constexpr(x) for n, x in zip(names, (*key, *value))}

@@ -2046,9 +2046,9 @@ def _append_at(*operands):
     coders = [_coder(text, new.k.device) for text in new.texts]
     if new.k.shape[2] > min(64, coders[0].memory.tile // 4):
         chained = any(coder.q.code.windows for coder in coders)
-        return _append_by_position(*new, **({} if chained else dict(code=_code_long)))
+        return _append_by_position(new, **({} if chained else dict(code=_code_long)))
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
-    sides = _sides(k, v, new.key, new.value, new.texts)
+    sides = _sides(new._replace(k=k, v=v))
     for s in sides:
         _take_mean(s, new.start, new.position, new.rope_table)
     numbers = (

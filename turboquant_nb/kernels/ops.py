@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import attention, gather
+from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, with_sinks
 from . import blocks, cpu, encode, latents, launch
 from . import viterbi  # noqa: F401 (importing registers it)
-from ..cache.store import KVStore
+from ..cache.store import KVStore, append_by_host
 
 # %% ../../nbs/46_ops.ipynb #3bdce418
 BLOCK = 2**24  # keys decoded at a time for a long chunk, counted in channels
@@ -386,8 +386,8 @@ class TorchCoder:
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
         step = isinstance(k, Tensor) and k.shape[2:3] == (1,)
-        if not (step and gather.append(store, k, v)):
-            store.append_in_frame(k, v, names)
+        if not (step and token_coder.append(store, k, v)):
+            store.clock.append(store, k, v, names, append_by_host)
 
 
 CODERS = {x.name: x for x in (KernelCoder(), TorchCoder())}

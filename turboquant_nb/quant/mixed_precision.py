@@ -24,7 +24,7 @@ from turboquant_nb.quant.quantizer import (
     as_recipe,
     scalar_code,
 )
-from .residual import sign_code, sketched_code
+from .residual import RESIDUALS
 from .trellis import trellis_code  # noqa: F401 (importing registers it)
 from ..theory.rotation import Rotation
 
@@ -32,9 +32,9 @@ from ..theory.rotation import Rotation
 @lru_cache(maxsize=256)
 def find_code(spec: Spec, d: int) -> Code:
     "The one code that a spec names, on the CPU. Raises ValueError for bits that do not fit d."
-    make = {"sign": sign_code, "qjl": sketched_code}.get(spec.residual)
+    make = RESIDUALS.get(spec.residual) or CODES.get(spec.codebook, scalar_code)
     with torch.inference_mode(False):
-        return (make or CODES.get(spec.codebook, scalar_code))(spec, d)
+        return make(spec, d)
 
 
 def make_quantizer(
