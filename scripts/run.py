@@ -92,6 +92,11 @@ EXPERIMENTS = {
         "attention of a step to latents: expanded, absorbed, on codes",
         "--shapes 1x300 --seconds .01",
     ),
+    "shapes": Entry(
+        "bench.shapes",
+        "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
+        "--tiny --shapes 1x300 --seconds .01",
+    ),
     "folding": Entry(
         "bench.folding",
         "folding with ESMFold's shapes on exact and on coded states",

@@ -1,4 +1,4 @@
-"""vLLM with codes in its blocks against vLLM with bf16 and fp8, Llama-8B shapes and dummy
+"""vLLM with codes in its blocks against vLLM with bf16 and fp8, a model's shapes and dummy
 weights, one NVIDIA GPU: run.py serving --out FILE.
 
 Gate: parts of tests/serving/engine.py, small models in real engines on this GPU: chunks, prefix
@@ -12,8 +12,9 @@ does not pass.
 Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192
 tokens), milliseconds of a step that decodes, the mean of a run's with the prompts cached,
 graphs replayed, and the median of five runs; tokens that the cache holds in a share of the
-memory; and tokens written per second by more requests than fit at once into equally many bytes
-of blocks, whatever the kind."""
+memory; tokens written per second by more requests than fit at once into equally many bytes of
+blocks, whatever the kind; and seconds to the first token of a prefix that vLLM's
+OffloadingConnector has put into the host's memory, and of the copies alone."""
 
 import hashlib
 import json
@@ -41,6 +42,7 @@ PARTS = (
     "graphs_drafts",
     "graphs_firsts",
     "graphs_ragged",
+    "graphs_trellis",
 )  # of tests/serving/engine.py
 WANTED = {  # what a part must have met
     part: tuple(met.split())
@@ -55,9 +57,17 @@ WANTED = {  # what a part must have met
         drafts_recent="recent",
         drafts_firsts="firsts centred",
         recent="recent",
+        trellis="firsts chunks_with_past",
+        exact="decided recent",
+        exact_windows="decided recent sliding",
+        exact_learnt="decided recent learnt",
+        learnt="learnt sliding firsts",
+        offload="decided",
+        offload_codes="decided",
         random_firsts="firsts preempted hits cancelled",
     ).items()
 }
+NAMES = {"llama-8b": "Llama-8B", "gpt-oss-20b": "gpt-oss-20b"}
 began = time.monotonic()
 
 
@@ -118,26 +128,25 @@ def gate(parts, seconds):
     }
 
 
-def needed(kind):
-    "Parts of the gate without which a kind is not measured, where they were run."
+def needed(kind, model="llama-8b", shapes=()):
+    """Parts of the gate without which a kind is not measured, where they were run; and those
+    that must have been."""
     if not re.match(r"k\dv\d-", kind):
-        return set()
-    return {
-        "plain",
-        "drafts",
-        "hybrid",
-        "random",
-        "graphs",
-        "graphs_drafts",
-        "graphs_ragged",
-    } | (
-        {x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"}
-        if "-r" in kind
-        else set()
-    )
+        return set(), set()
+    some, must = set("plain drafts hybrid random".split()), set()
+    some |= set("graphs graphs_drafts graphs_ragged".split())
+    if "-r" in kind:
+        some |= {x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"}
+    if "trellis" in kind:
+        some, must = some | {"graphs_trellis"}, {"trellis"}
+    if model == "gpt-oss-20b":
+        must |= {"learnt"}
+    if any(x.startswith("offload:") for x in shapes):
+        some, must = some | {"offload_codes"}, must | {"offload"}
+    return some | must, must
 
 
-def verdict(found, kinds):
+def verdict(found, kinds, model="llama-8b", shapes=()):
     """(the gate of a record, kinds that it lets pass): some of what a kind needs has passed,
     and nothing of it is wrong. A part that did not finish says neither."""
     late = {part for part, x in found.items() if "unfinished" in x}
@@ -145,10 +154,11 @@ def verdict(found, kinds):
         {part for part, x in found.items() if x["passed"] == passed} - late
         for passed in (False, True)
     )
+    needs = {kind: needed(kind, model, shapes) for kind in kinds}
     kept = [
         kind
-        for kind in kinds
-        if not needed(kind) or needed(kind) & green and not red & needed(kind)
+        for kind, (some, must) in needs.items()
+        if not some or some & green and must <= green and not red & some
     ]
     calls, worst = (
         sum(x.get("calls", 0) for x in found.values()),
@@ -167,10 +177,12 @@ def verdict(found, kinds):
         f"; parts found at {', '.join(earlier)}, whose package is the same" if earlier else ""
     )
     cmd += f"; not finished: {' '.join(sorted(late))}" if late else ""
-    cmd += f"; not passed, and its kinds not measured: {' '.join(sorted(red))}" if red else ""
+    cmd += f"; not passed: {' '.join(sorted(red))}" if red else ""
+    lost = [kind for kind in kinds if kind not in kept]
+    cmd += f"; so not measured: {' '.join(lost)}" if lost else ""
     return dict(
         cmd=cmd,
-        passed=bool(kept) and (kept == list(kinds) or any(needed(kind) for kind in kept)),
+        passed=bool(kept) and (kept == list(kinds) or any(needs[kind][0] for kind in kept)),
         engine=found,
     ), kept
 
@@ -202,7 +214,7 @@ def shared_gate(path, parts, seconds):
 class Engine:
     "A process of serving_engine.py, which imports what it needs and waits to be told to begin."
 
-    def __init__(self, kind, a):
+    def __init__(self, kind, a, cache_gib=None):
         self.kind, self.folder, self.log = (
             kind,
             tempfile.TemporaryDirectory(),
@@ -210,10 +222,13 @@ class Engine:
         )
         shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
         profiles = [] if a.profile is None else ["--profile", a.profile]
+        profiles += [] if cache_gib is None else ["--cache", cache_gib]
         command = [
             sys.executable,
             HERE / "serving_engine.py",
             *profiles,
+            "--model",
+            a.model,
             kind,
             self.folder.name,
             a.gpus,
@@ -236,14 +251,30 @@ class Engine:
             if line == "READY\n":
                 break
 
+    def go_on(self):
+        "To the start of the engine, then to what is measured."
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def start(self, seconds):
+        "Its first row, that of its start; None where it fails, or takes longer."
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("ROW "):
+                    return json.loads(line[4:])
+            return None
+        finally:
+            timer.cancel()
+
     def rows(self, seconds):
-        """Its rows as they come; what it said last is shown where it fails. After so many
+        """Its other rows as they come; what it said last is shown where it fails. After so many
         seconds it is ended."""
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
         try:
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
+            self.go_on()
             for line in self.process.stdout:
                 if line.startswith("ROW "):
                     yield json.loads(line[4:])
@@ -266,17 +297,27 @@ class Engine:
 
 def rows(a, kinds):
     left = lambda: a.until - (time.monotonic() - began)
-    engines = [Engine(kind, a) for kind in kinds]
+    sizes = dict(zip(a.kinds, a.cache_gib or []))
+    engines = [Engine(kind, a, sizes.get(kind)) for kind in kinds]
     try:
         for engine in engines:
             engine.wait_ready()  # so that none imports while another is measured
+        while a.turn and not Path(a.turn).exists() and left() > 0:
+            time.sleep(0.1)
         for i, engine in enumerate(engines):
-            if left() < 45:
+            if left() < a.least:
                 print(f"no time is left for {kinds[i:]}", flush=True)
                 break
             tokens, limit = 0, min(a.seconds, left())
             try:
-                for row in engine.rows(limit):
+                if i % a.together == 0:
+                    group = engines[i : i + a.together]
+                    for each in group:
+                        each.go_on()
+                    started = {each.kind: each.start(min(a.seconds, left())) for each in group}
+                if started[engine.kind]:
+                    yield started[engine.kind]
+                for row in engine.rows(min(a.seconds, left())):
                     tokens += row["what"] in ("token", "first token", "written")
                     yield row
             except OSError as error:
@@ -298,7 +339,16 @@ def options(p):
         help=(
             "bf16, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a "
             "block; k3v3-128-r16-s4: with exact recent and first tokens; …-even: without lists "
-            "of work, ragged: alone"
+            "of work, ragged: alone; k2v2-trellis_fast-128: a preset's trellis for reading"
+        ),
+    )
+    p.add_argument(
+        "--model",
+        choices=NAMES,
+        default="llama-8b",
+        help=(
+            "whose shapes; gpt-oss-20b: learnt logits, windows in every second layer, experts "
+            "in 4 bits"
         ),
     )
     p.add_argument(
@@ -308,7 +358,8 @@ def options(p):
         help=(
             "requests x tokens x new tokens: first token and time of a token; ragged: all but "
             "one of the requests have 1,000 tokens; first: first token alone; full: all at "
-            "once in --gib of blocks, written tokens per second"
+            "once in --gib of blocks, written tokens per second; offload: first tokens of "
+            "prefixes that are computed, stayed, or come back from the host's memory"
         ),
     )
     p.add_argument(
@@ -328,6 +379,24 @@ def options(p):
         type=float,
         default=16,
         help="GiB of blocks that are left to full:, whatever the kind",
+    )
+    p.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        help="engines that are started at once; each is measured alone, while others wait",
+    )
+    p.add_argument(
+        "--cache-gib",
+        nargs="*",
+        type=float,
+        help="GiB of blocks of each kind, instead of what --memory leaves",
+    )
+    p.add_argument(
+        "--turn", metavar="FILE", help="wait, with all imported, until this file exists"
+    )
+    p.add_argument(
+        "--least", type=int, default=45, help="seconds left without which no kind is measured"
     )
     p.add_argument(
         "--parts",
@@ -369,12 +438,12 @@ def plan(a):
     import vllm
 
     found = shared_gate(a.gate, a.parts, a.seconds) if a.gate else gate(a.parts, a.seconds)
-    checked, kinds = verdict(found, a.kinds)
+    checked, kinds = verdict(found, a.kinds, a.model, a.shapes)
     return Plan(
         "serving",
         gate=checked,
         rows=rows(a, kinds),
-        model={"id": "Llama-8B shapes, dummy weights"},
+        model={"id": f"{NAMES[a.model]} shapes, dummy weights"},
         data={"id": "random tokens", "n": 1},
         more={"vllm": vllm.__version__},
     )

@@ -1,8 +1,10 @@
-"""One engine of vLLM with Llama-8B shapes and dummy weights, in a process of its own:
-serving_engine.py [--profile FOLDER] KIND FOLDER GPUS MEMORY GIB SHAPE …; see serving.py. Prints
-rows as JSON lines. It begins when a line comes on its standard input: what is imported before
-that may be imported while another is measured."""
+"""One engine of vLLM with a model's shapes and dummy weights, in a process of its own:
+serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] KIND FOLDER GPUS MEMORY GIB
+SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a line comes on
+its standard input, and measures when the next one comes: others may be imported before the
+first, and started before the second, while none is measured."""
 
+import argparse
 import json
 import os
 import re
@@ -40,13 +42,50 @@ LLAMA_8B = dict(
 )
 
 
+# every second layer has a window; experts in 4 bits, as published, all of whose weights are 0
+GPT_OSS_20B = dict(
+    architectures=["GptOssForCausalLM"],
+    model_type="gpt_oss",
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=24,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    sliding_window=128,
+    num_local_experts=32,
+    num_experts_per_tok=4,
+    vocab_size=201088,
+    max_position_embeddings=131072,
+    torch_dtype="bfloat16",
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+    quantization_config={"quant_method": "mxfp4"},
+)
+
+MODELS = {"llama-8b": LLAMA_8B, "gpt-oss-20b": GPT_OSS_20B}
+
 SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed from a graph
+
+
+def recipe_of(name):
+    """A preset's name, or the preset named before "_fast" with the trellis that is faster to
+    read."""
+    if not name.endswith("_fast"):
+        return name
+    from turboquant_nb.quant.quantizer import preset
+
+    found = json.loads(preset(name.removesuffix("_fast")).to_json())
+    for side in ("key", "value"):
+        found[side] |= dict(codebook="trellis_fast", pair_scale="none", center="none")
+    return found
 
 
 def options(kind, largest, gpus, memory):
     """What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with
     tokens of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4; with
-    -even at its end without lists of work."""
+    -even at its end without lists of work. Keys of dummy weights have no means."""
     of = dict(
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -70,14 +109,28 @@ def options(kind, largest, gpus, memory):
         return of | dict(
             attention_backend="CUSTOM",
             block_size=int(block),
-            additional_config={"turboquant_nb": {"recipe": recipe} | given},
+            additional_config={
+                "turboquant_nb": {"recipe": recipe_of(recipe), "means": False} | given
+            },
         )
     return of | (
         dict(attention_backend="FLASH_ATTN") if kind == "bf16" else dict(kv_cache_dtype=kind)
     )
 
 
-OURS = r"(k\dv\d)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-even)?"
+OURS = r"(k\dv\d(?:-trellis(?:_fast)?)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-even)?"
+
+
+def offloading(tokens, model):
+    """What vLLM is told of pages on the host: room for two prefixes of so many tokens in bf16,
+    whatever the kind."""
+    heads, d = model["num_key_value_heads"], model["head_dim"]
+    room = 2 * tokens * model["num_hidden_layers"] * heads * d * 4
+    return dict(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config=dict(cpu_bytes_to_use=room),
+    )
 
 
 def evenly():
@@ -151,6 +204,85 @@ class Pool:
         return lambda: self.blocks.free_blocks(taken)
 
 
+def copies():
+    "[whether to the host, bytes, seconds] of each copy of pages; the caller clears the list."
+    from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler as Copier
+
+    found, finished = [], Copier.get_finished
+
+    def noted(self):
+        done = finished(self)
+        found.extend([self.gpu_to_cpu, x.transfer_size, x.transfer_time] for x in done)
+        return done
+
+    Copier.get_finished = noted
+    return found
+
+
+QUESTION = 100  # tokens behind a prefix
+
+
+class Prefixes:
+    "First tokens of prefixes with another question each time. ask(prompts, new) answers."
+
+    def __init__(self, llm, ask, draw, copied):
+        self.llm, self.ask, self.draw, self.copied = llm, ask, draw, copied
+
+    def forget(self):
+        """Empty the prefix cache, as soon as what goes to the host is there. Raises
+        RuntimeError where blocks stay in use."""
+        for _ in range(500):
+            if self.llm.reset_prefix_cache():
+                return
+            self.ask([[5, 6, 7]], 2)  # a step, in which the engine looks after copies
+            time.sleep(0.01)
+        raise RuntimeError("blocks of the prefix cache stay in use")
+
+    def first(self, prefixes):
+        "(seconds, cached tokens)"
+        return self.ask([x + self.draw(QUESTION) for x in prefixes], 1)
+
+    def rows(self, fresh):
+        """Rows of first tokens, of prefixes that are computed, stayed, or come from the host,
+        and of the copies alone."""
+        times = dict(computed=[], stayed=[], host=[])
+        moved = dict(computed=[], host=[])
+        cached = {}
+
+        def timed(by, prefixes):
+            self.copied.clear()
+            seconds, cached[by] = self.first(prefixes)
+            times[by].append(seconds)
+            if by in moved:
+                self.forget()  # until copies are over
+                mine = [x for x in self.copied if x[0] == (by == "computed")]
+                moved[by].append([sum(x[i] for x in mine) for i in (1, 2)])
+
+        self.first(fresh())  # what is made on first use
+        self.forget()
+        for _ in range(3):
+            prefixes = fresh()
+            timed("computed", prefixes)
+        for _ in range(4):
+            timed("host", prefixes)
+        self.first(prefixes)
+        for _ in range(3):
+            timed("stayed", prefixes)
+        for x in (times["host"], moved["host"]):
+            del x[0]
+        for by, x in times.items():
+            yield dict(what="first token", by=by, cached=cached[by]) | spread(x, "s")
+        for by, x in moved.items():
+            what = "to the host" if by == "computed" else "from the host"
+            yield dict(what=what, bytes=x[-1][0]) | spread([y[1] for y in x], "s")
+
+
+def spread(x, unit):
+    "Of three times."
+    p20, p50, p80 = sorted(x)
+    return dict(p50=p50, p20=p20, p80=p80, unit=unit, n=3)
+
+
 # steps at each end of a run that are not of decoding alone: prompts that end, an engine that is
 # one step ahead
 EDGE = 6
@@ -181,6 +313,15 @@ def each_step(ends):
     return (ends[-EDGE] - ends[EDGE]) / count * 1e3
 
 
+def read_again(prompts, kept, block):
+    """Why steps are not those of decoding alone: prompts that the prefix cache has not kept, of
+    which so many tokens were; empty if all but their last blocks were."""
+    least = sum(max(0, len(x) - 2 * block) for x in prompts)
+    if kept >= least:
+        return ""
+    return f"prompts were read again: {kept:,} of at least {least:,} tokens were cached"
+
+
 def shape_of(text):
     """(what is measured, requests, tokens, new tokens); ragged: the first request has so many
     tokens, the others have 1,000."""
@@ -209,7 +350,9 @@ def profiled(run, path):
         pstats.Stats(host, stream=f).sort_stats("tottime").print_stats(30)
 
 
-def main(kind, folder, gpus, memory, gib, shapes, profile=None):
+def main(
+    kind, folder, gpus, memory, gib, shapes, profile=None, model="llama-8b", cache_gib=None
+):
     from vllm import LLM, SamplingParams
 
     if found := re.fullmatch(OURS, kind):
@@ -222,44 +365,58 @@ def main(kind, folder, gpus, memory, gib, shapes, profile=None):
         flash_3()
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "config.json"), "w") as f:
-        json.dump(LLAMA_8B, f)
+        json.dump(MODELS[model], f)
     print("READY", flush=True)
     if not sys.stdin.readline():  # who would have said begin is gone
         return
     began = time.time()
-    llm = LLM(folder, **options(kind, max(b for _, b, _, _ in shapes), gpus, memory))
+    more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory)
+    if offloaded := [b * n for what, b, n, _ in shapes if what == "offload"]:
+        more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model])
+    copied = copies() if offloaded else []
+    if cache_gib is not None:
+        more["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
+    llm = LLM(folder, **more)
     cache = llm.llm_engine.vllm_config.cache_config
     row = lambda **x: print("ROW " + json.dumps(dict(kind=kind, gpus=gpus, **x)), flush=True)
     row(what="start", p50=time.time() - began, unit="s")
+    if not sys.stdin.readline():
+        return
     pool = Pool(llm) if gpus == 1 else None  # of this process
     each = 1 / cache.block_size if pool is None else pool.blocks_per_token
     row(
         what="cache",
         p50=int(cache.num_gpu_blocks / each),
         unit="tokens",
-        memory=memory,
+        **(dict(memory=memory) if cache_gib is None else dict(gib=cache_gib)),
         **({} if pool is None else dict(bytes_per_token=pool.bytes * each)),
     )
     gen, steps = torch.Generator().manual_seed(0), timed_steps(llm.llm_engine)
+    draw = lambda n: torch.randint(3, 31000, (n,), generator=gen).tolist()
     for what, batch, tokens, new in shapes:
         prompts = []
 
-        def run(n):
+        def asked(prompts, new):
+            "(seconds, tokens that were cached)"
+            how = dict(max_tokens=new, temperature=0, detokenize=False, ignore_eos=True)
             begin = time.time()
-            llm.generate(
-                prompts,
-                SamplingParams(max_tokens=n, temperature=0, detokenize=False, ignore_eos=True),
+            outs = llm.generate(
+                [{"prompt_token_ids": x} for x in prompts],
+                SamplingParams(**how),
                 use_tqdm=False,
             )
-            return time.time() - begin
+            return time.time() - begin, sum(o.num_cached_tokens or 0 for o in outs)
+
+        def fresh():
+            "Prompts of which the prefix cache has none."
+            sizes = [tokens] + [1000 if what == "ragged" else tokens] * (batch - 1)
+            return [draw(n) for n in sizes]
+
+        def run(n):
+            return asked(prompts, n)[0]
 
         def afresh(n=1):
-            "With other prompts, of which the prefix cache has none."
-            sizes = [tokens] + [1000 if what == "ragged" else tokens] * (batch - 1)
-            prompts[:] = [
-                {"prompt_token_ids": torch.randint(3, 31000, (n,), generator=gen).tolist()}
-                for n in sizes
-            ]
+            prompts[:] = fresh()
             return run(n)
 
         of = dict(batch=batch, tokens=tokens) | (dict(others=1000) if what == "ragged" else {})
@@ -280,26 +437,27 @@ def main(kind, folder, gpus, memory, gib, shapes, profile=None):
             )
             give_back()
             continue
+        if what == "offload":
+            for found in Prefixes(llm, asked, draw, copied).rows(fresh):
+                row(**of, **found)
+            continue
         if what == "first":
-            times = sorted([afresh() for _ in range(4)][1:])
-            row(
-                what="first token",
-                **of,
-                p50=times[1],
-                p20=times[0],
-                p80=times[-1],
-                unit="s",
-                n=3,
-            )
+            times = [afresh() for _ in range(4)][1:]
+            row(what="first token", **of, **spread(times, "s"))
             continue
         if tokens <= 8192:
             afresh()  # what is made on first use
         row(what="first token", **of, p50=afresh(), unit="s", n=1)
-        each = []
+        each, block = [], max(cache.block_size, 128)
         for _ in range(5):
             steps.clear()
-            run(new)
+            kept = asked(prompts, new)[1]
             each.append(each_step(steps))
+            if why := read_again(prompts, kept, block):
+                break
+        if why:
+            row(what="not cached", **of, p50=kept, unit="tokens", why=why)
+            continue
         each.sort()
         row(what="token", **of, p50=each[2], p20=each[1], p80=each[3], unit="ms", n=5, new=new)
         if profile and (what, batch, tokens, new) == shapes[-1]:
@@ -307,15 +465,11 @@ def main(kind, folder, gpus, memory, gib, shapes, profile=None):
 
 
 if __name__ == "__main__":
-    words, where = sys.argv[1:], None
-    if words[0] == "--profile":
-        where, words = words[1], words[2:]
-    main(
-        words[0],
-        words[1],
-        int(words[2]),
-        float(words[3]),
-        float(words[4]),
-        [shape_of(s) for s in words[5:]],
-        where,
-    )
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--model", choices=MODELS, default="llama-8b")
+    p.add_argument("--profile")
+    p.add_argument("--cache", dest="cache_gib", type=float)
+    for name, kind in dict(kind=str, folder=str, gpus=int, memory=float, gib=float).items():
+        p.add_argument(name, type=kind)
+    p.add_argument("shapes", nargs="+", type=shape_of)
+    main(**vars(p.parse_args()))

@@ -27,10 +27,8 @@ are those of one forward pass."""
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from itertools import product
 
 import torch
@@ -39,17 +37,13 @@ from plan import Plan, earlier, must_pass
 
 from turboquant_nb.cli.plan import CacheSize
 from turboquant_nb.evaluation.candidates import as_candidate
-from turboquant_nb.evaluation.models import sample_text
+from turboquant_nb.evaluation.questions import NAMES, RULER, Question, mentions, prompts
 from turboquant_nb.evaluation.sandbox import program_in, run_program
 from turboquant_nb.evaluation.score import Prefill, prefill
 from turboquant_nb.evaluation.significance import wilson
 from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.quant.quantizer import as_recipe
 
-NAMES = (
-    "Anna Bruno Clara David Elena Frank Greta Hugo Irene Jonas Karla Lukas Marta Nils Olga "
-    "Peter"
-).split()
 CITIES = (
     "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens "
     "Prague Lisbon"
@@ -89,17 +83,6 @@ FUNCTIONS = (  # what is asked for, and what must hold; `f` is what the model wr
 )
 
 
-@dataclass(frozen=True)
-class Question:
-    "What a task asks."
-
-    ask: str
-    judge: Callable  # of the text of an answer: the share of it that is right, or a bool
-    facts: tuple = ()  # (share of the text before it, sentence): what stands in the text
-    filler: list | None = None  # words of the text; None: the book's
-    depth: Fraction | None = None  # of the one number that is asked for
-
-
 def sums(n, g):
     "Sums."
     for _ in range(n):
@@ -122,89 +105,6 @@ def facts(n, g):
             mentions([code]),
             ((Fraction(1, 3), f"The pass number of {name} is {code}."),),
             depth=Fraction(1, 3),
-        )
-
-
-def mentions(wanted):
-    "A judge: the share of these numbers or words that a text has."
-    whole = [re.compile(rf"\b{x}\b", re.I) for x in wanted]
-    return lambda text: (
-        sum(
-            bool(x.search(re.sub(r"(?<=\d),(?=\d)", "", text)) or x.search(text)) for x in whole
-        )
-        / len(whole)
-    )
-
-
-def draw(n, low, high, g):
-    "n different whole numbers from low to below high."
-    return [low + int(x) for x in torch.randperm(high - low, generator=g)[:n]]
-
-
-def pass_numbers(n, g, asked, held, names):
-    """Numbers of `asked` names, of `held` that have `names` numbers each, all spread over the
-    text; a single one that is asked for comes from 2 % to 95 % in even steps."""
-    for i in range(n):
-        people = [NAMES[j] for j in draw(held, 0, len(NAMES), g)]
-        numbers, places = draw(held * names, 10000, 100000, g), draw(held * names, 2, 96, g)
-        if alone := asked * names == 1:
-            even = 2 + 93 * i // max(1, n - 1)
-            places = [even, *(places[0] if p == even else p for p in places[1:])]
-        owner = [people[j // names] for j in range(held * names)]
-        told = tuple(
-            (Fraction(p, 100), f"One pass number of {who} is {x}.")
-            for p, who, x in sorted(zip(places, owner, numbers))
-        )
-        who = people[:asked]
-        want = [x for x, o in zip(numbers, owner) if o in who]
-        of = " and ".join([", ".join(who[:-1]), who[-1]] if asked > 1 else who)
-        what = "What is the pass number" if len(want) == 1 else "What are all the pass numbers"
-        depth = Fraction(places[0], 100) if alone else None
-        yield Question(
-            f"{what} of {of}? Answer with the number{'s' * (len(want) > 1)} only.",
-            mentions(want),
-            told,
-            depth=depth,
-        )
-
-
-def variables(n, g, hops=3):
-    "Which variables have a number, through a chain of assignments; another chain beside it."
-    for _ in range(n):
-        names = [
-            "".join(chr(65 + j // 26**k % 26) for k in range(3))
-            for j in draw(2 * hops + 2, 0, 26**3, g)
-        ]
-        numbers, places, told = draw(2, 10000, 100000, g), draw(2 * hops + 2, 2, 96, g), []
-        for number, part in zip(numbers, (slice(hops + 1), slice(hops + 1, None))):
-            chain = names[part]
-            lines = [
-                f"VAR {chain[0]} = {number}.",
-                *(f"VAR {b} = VAR {a}." for a, b in zip(chain, chain[1:])),
-            ]
-            told += zip((Fraction(p, 100) for p in sorted(places[part])), lines)
-        ask = (
-            f"Which variables have the value {numbers[0]}, directly or through other "
-            f"variables? There are {hops + 1}. Answer with their names only."
-        )
-        yield Question(ask, mentions(names[: hops + 1]), tuple(sorted(told)))
-
-
-def words(n, g, most=32768):
-    """The most frequent words of a list in which each of three is a tenth and none of the
-    others a hundredth."""
-    pool = sorted({w for w in re.findall(r"\b[a-z]{5,8}\b", sample_text())})
-    for _ in range(n):
-        own = [pool[j] for j in draw(203, 0, len(pool), g)]
-        common, rare, text = own[:3], own[3:], []
-        while len(text) < most:
-            ten = [*common, *(rare[j] for j in draw(7, 0, len(rare), g))]
-            text += [ten[j] for j in draw(10, 0, 10, g)]
-        yield Question(
-            "Which three words are the most frequent in this list? Answer with the three words "
-            "only.",
-            mentions(common),
-            filler=text,
         )
 
 
@@ -258,86 +158,7 @@ SHORT = {
     "json": (objects, 48),
     "code": (functions, 96),
 }  # questions, most tokens of an answer
-LONG = {
-    "single": (partial(pass_numbers, asked=1, held=1, names=1), 16),
-    "keys": (partial(pass_numbers, asked=1, held=8, names=1), 16),
-    "values": (partial(pass_numbers, asked=1, held=1, names=3), 40),
-    "queries": (partial(pass_numbers, asked=3, held=8, names=1), 48),
-    "variables": (variables, 40),
-    "words": (words, 24),
-}
-TASKS = SHORT | LONG
-
-
-def message(words, pad, question):
-    """One message: words of the text with the facts between them, full stops that fill, the
-    question."""
-    parts, at = [], 0
-    for share, fact in question.facts:
-        place = int(share * len(words))
-        parts += [*words[at:place], fact]
-        at = place
-    text = " ".join([*parts, *words[at:]]) + " ." * pad
-    return [{"role": "user", "content": f"{text}\n\n{question.ask}"}]
-
-
-def prompts(tokenizer, questions, length):
-    """[n, length] tokens: a piece of the book, or of the question's own words, that fills what
-    the question leaves; the question behind it. All questions are tried at once, since a
-    tokenizer is quick on many."""
-    book, n = sample_text().split(), len(questions)
-    own = [
-        q.filler or book[37 * i :] + book * (length // len(book) + 1)
-        for i, q in enumerate(questions)
-    ]  # round and round
-
-    def tokens(counts, pads):  # of the questions that are named
-        texts = [message(own[i][:count], pads[i], questions[i]) for i, count in counts.items()]
-        return dict(
-            zip(
-                counts,
-                tokenizer.apply_chat_template(
-                    texts, add_generation_prompt=True, tokenize=True, return_dict=False
-                ),
-            )
-        )
-
-    low, high, none = [0] * n, [min(len(x), length) for x in own], [0] * n
-    bare = {i: len(row) for i, row in tokens(dict(enumerate(low)), none).items()}
-    fits = dict(bare)  # tokens with `low` words
-    for turn in range(
-        99
-    ):  # the most words that fit: first where tokens a word lead, then by halves
-        middle = {}
-        for i in range(n):
-            if low[i] < high[i]:
-                each = (fits[i] - bare[i]) / low[i] if low[i] else 1.35  # tokens a word
-                guess = (
-                    low[i] + int((length - fits[i]) / each)
-                    if turn < 4
-                    else (low[i] + high[i] + 1) // 2
-                )
-                middle[i] = min(max(guess, low[i] + 1), high[i])
-        if not middle:
-            break
-        for i, row in tokens(middle, none).items():
-            if len(row) <= length:
-                low[i], fits[i] = middle[i], len(row)
-            else:
-                high[i] = middle[i] - 1
-    rows, pads = tokens(dict(enumerate(low)), none), none
-    while short := {
-        i: low[i] for i, row in rows.items() if len(row) < length and pads[i] <= 16
-    }:
-        pads = [x + (i in short) for i, x in enumerate(pads)]
-        rows |= tokens(short, pads)
-    for i, row in rows.items():
-        if len(row) != length:
-            raise SystemExit(
-                f"question {i} cannot be brought to {length} tokens: {len(row)} with {low[i]} "
-                f"words of the text and {pads[i]} full stops"
-            )
-    return torch.tensor([rows[i] for i in range(n)])
+TASKS = SHORT | RULER
 
 
 def budgeted(model, budget, tokens, room, batch, dtype):

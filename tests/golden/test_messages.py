@@ -47,6 +47,7 @@ GONE: dict[str, str] = {
     "{} is not an index written by CodedIndex.save": "said by `files.read_file`",
     "{} is not an index, or was cut: {}": "said by `files.read_file`",
     "head size must be a multiple of 16 up to 256, not {}": "up to 512",
+    "{}: head size must be a multiple of 16 up to 256, got {}": "up to 512",
     # an engine serves what it refused
     "{} exact recent tokens are not served beside layers with a sliding window: --recent 0 "
     "turns them off": "they are",

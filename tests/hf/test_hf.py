@@ -224,6 +224,16 @@ def test_drafts_give_the_tokens_of_greedy_decoding(recipe, name):
             assert x.store.length == y.store.length
 
 
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_what_serves_is_chosen_once_with_learnt_logits_too(name):
+    "A rule is made once a layer, so what was found for it is found again in each step."
+    model = tiny(name)
+    cache = TurboQuantCache(model, "k3v3")
+    generate(model, prompt(2, 40), "turboquant", cache=cache, max_new_tokens=6)
+    for layer in cache.coded_layers:
+        assert len(layer.rules) == 1 and len(layer.store.memo["choices"]) == 1
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("kind", ["grows", "static"])
 def test_a_chunk_is_its_tokens_one_by_one(name, kind):

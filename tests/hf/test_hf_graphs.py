@@ -64,6 +64,38 @@ def test_tokens_of_captured_steps_are_those_of_eager_ones(way, padded):
     assert caches[1].report()["tokens"] == caches[0].report()["tokens"] == 28
 
 
+@pytest.mark.parametrize("name", HYBRID)
+def test_recurrent_states_are_replayed(name):
+    """Greedy, sampled, with beams, which move the states, and a second prompt after reset().
+    Kills: states that go on twice where a step is compared, and those that a graph lost."""
+    model = tiny(name)
+    for options in ({}, dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)):
+        caches = pair(model, max_length=64)
+        for seed in range(2):
+            inputs = prompt(3, 20, seed=seed)
+            same_tokens(model, inputs, caches, max_new_tokens=9, **options)
+            r = caches[1].report()["graphs"]
+            assert r["replayed"] >= 7 * (1 + seed) and not r["why_not"], r
+            for c in caches:
+                c.reset()
+
+
+def test_states_that_a_graph_does_not_leave_where_they_lay_are_seen(monkeypatch):
+    "A layer that puts a new tensor in the place of its states: the eager step goes on."
+    model, layer = tiny("qwen3_next"), transformers.cache_utils.LinearAttentionLayer
+
+    def update(self, recurrent_states, state_idx=0, **kwargs):
+        self.is_recurrent_states_initialized[state_idx] = True
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    monkeypatch.setattr(layer, "update_recurrent_state", update)
+    caches = pair(model, max_length=64)
+    same_tokens(model, prompt(2, 20), caches, max_new_tokens=9)
+    r = caches[1].report()["graphs"]
+    assert r["replayed"] == 0 and "differed from the eager one" in r["why_not"], r
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_second_turn_and_a_second_prompt(static):
     """In the same cache: a static one keeps its graph through reset(), the other captures again

@@ -45,6 +45,7 @@ TYPES |= dict.fromkeys(
     STARTS="*i32",
     ORIGINS="*i32",
     WORK="*i32",
+    LOGITS="*bf16",
     SLOTS="*i64",
     kfactor="fp32",
     vfactor="fp32",
@@ -152,7 +153,16 @@ def portable(c, sliding=False, capped=False, listed=True, codebook=None):
     return compiled(decode._portable_kernel, constants, types, **options)
 
 
-def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False, listed=True):
+def join(
+    c,
+    together=1,
+    rotated=False,
+    sliding=False,
+    capped=False,
+    recent=False,
+    listed=True,
+    learnt=False,
+):
     constants = sizes(c) | dict(
         Q=4,
         R=together,
@@ -164,6 +174,7 @@ def join(c, together=1, rotated=False, sliding=False, capped=False, recent=False
         ROTATED=rotated,
         SLIDING=sliding,
         CAPPED=capped,
+        LEARNT=learnt,
         LISTED=listed,
         PDL=True,
     )

@@ -80,9 +80,22 @@ def build(
     return compiled(kernel._short_kernel, shared | more, dtype, capability, options)
 
 
+def mean(capability=90, d=128):
+    "The kernel that makes a mean of sums."
+    log = (d - 1).bit_length()
+    constants = dict(D=d, DP=1 << log, LOG_DP=log, T=kernel.LANES)
+    constants["LOG"] = kernel.LANES.bit_length() - 1
+    types = dict(SUMS="*fp32", START="*i64", MEAN="*fp32")
+    options = dict(num_warps=4 if d <= 256 else 8, enable_fp_fusion=False)
+    return aot_decode.compiled(kernel._mean_kernel, constants, capability, types, **options)
+
+
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
+        if "mean" in case:
+            print(json.dumps(case | aot_decode.usage(mean(d=case["mean"]), 90)), flush=True)
+            continue
         built = case | ({"dtype": getattr(torch, case["dtype"])} if "dtype" in case else {})
         used = aot_decode.usage(build(**built), case.get("capability", 90))
         print(json.dumps(case | used), flush=True)

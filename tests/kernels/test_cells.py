@@ -321,6 +321,34 @@ def exact_blocks(gen, plan, requests, m, tokens, sinks):
     return near
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    "of,options",
+    (
+        (dict(), {}),
+        (dict(rot="transform", lengths=(70, 0, 3)), {}),
+        (dict(m=4, group=5, dtype=torch.float16), dict(softcap=3.0, sliding_window=20)),
+        (dict(lengths=(600, 3, 0)), dict(work={})),
+    ),
+)
+def test_learnt_logits(of, options, gen):
+    """A logit of each head joins its softmax: weights get smaller, of who has no token the
+    output stays 0. Logits from far below to far above all scores."""
+    plan, cache, table, lengths, q, k, v = case(gen, **of)
+    heads, read = q.shape[1], Requests(table, lengths)
+    logits = torch.linspace(-200, 200, 2 * heads, dtype=torch.bfloat16, device=DEVICE)[::2]
+    logits[1] = 5.0
+    how = {name: options.pop(name) for name in ("work",) if name in options}
+    rule = Rule(**options, sinks=logits)
+    want = check(plan, cache, read, q, Exact(k, v), rule, **how)
+    without = check(plan, cache, read, q, Exact(k, v), Rule(**options), **how)
+    ratio = (want.norm(dim=-1) / without.norm(dim=-1))[: of.get("m", 1)]
+    assert (ratio[:, 0] == 1).all() and (ratio[:, -1] == 0).all()
+    assert ((ratio[:, 1] > 0.01) & (ratio[:, 1] < 0.98)).all()
+    with pytest.raises(ValueError, match="sinks must have shape"):
+        decode_cells(q, cache, plan, read, Exact(k, v), Rule(sinks=logits[1:]))
+
+
 EXACT = covering_pairs(
     ((1, 4), (7, 3), (9, 20), (7, 0), (1, 0), (100, 0)),  # recent tokens, first ones
     (
@@ -589,6 +617,13 @@ def test_windows_that_no_kernel_reads():
 
 
 @needs_triton
+def test_blocks_of_wide_heads_are_refused():
+    sides = [Quantizer(Spec(3), d, DEVICE) for d in (64, 272)]
+    with pytest.raises(ValueError, match="head size must be at most 256 here, got 272"):
+        CellPlan(*sides, 64)
+
+
+@needs_triton
 def test_compiled_for_hopper():
     """The kernels of a step, with tables and with codes by windows, as they are launched: no
     spills where they would cost, copies of 16 bytes."""
@@ -606,6 +641,7 @@ def test_compiled_for_hopper():
         dict(kernel="append", steps=4, step=2, centred=True),
         dict(kernel="join", listed=False),
         dict(kernel="join", recent=True),
+        dict(kernel="join", recent=True, learnt=True, together=16),
         dict(kernel="join", together=16, recent=True),
         dict(kernel="past"),
         dict(kernel="past", tokens=256, **three),

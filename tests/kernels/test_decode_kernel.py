@@ -241,7 +241,7 @@ def test_a_plan_follows_decay_and_its_end():
 
 
 @needs_triton
-@mark.parametrize("d,dv", ((16, 48), (80, 64), (96, 112), (256, 16)))
+@mark.parametrize("d,dv", ((16, 48), (80, 64), (96, 112), (256, 16), (272, 512)))
 def test_portable_head_sizes(d, dv):
     agree(dict(d=d, dv=dv, B=1, H=1, T=270), {}, "portable", PORTABLE)
 
@@ -554,7 +554,7 @@ REFUSALS = [
     (dict(residual="qjl"), {}, "QJL"),
     (dict(decay=40, tile=16), {}, "lost a plane (decay)"),
     (dict(d=24), {}, "multiple of 16"),
-    (dict(d=272), {}, "multiple of 16"),
+    (dict(d=528), {}, "multiple of 16"),
     (dict(tile=60), {}, "power of two"),
     (dict(dtype=torch.float64), {}, "float16, bfloat16 or float32"),
 ]
@@ -1106,6 +1106,7 @@ QUICK = [
     (dict(bits=[4, 4]), 255, 0),
     (dict(bits=[2, 2], capability=80, regs=168), 168, 40),
     (dict(d=256, rows=8), 255, 1300),
+    (dict(d=512, rows=8), 255, 1300),
     (dict(biased=True), 255, 0),
     (dict(biased=True, per_head=True), 255, 0),
     (dict(fused=128), 255, 0),
@@ -1156,18 +1157,24 @@ SLOW = [
     (dict(kernel="transform", capability=80), 168, 0),
     (dict(kernel="combine", capability=80), 128, 0),
     (dict(kernel="combine", together=4, each=8), 168, 0),
-    *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256)),
+    *((dict(kernel="portable", d=d), 128, 40) for d in (16, 64, 256, 512)),
+    *((dict(d=512, rows=8, bits=[b, b], biased=b > 2), 255, 1300) for b in (2, 3, 4)),
+    (dict(kernel="pre_rope", d=512, rotary=512), 168, 0),
+    (dict(kernel="transform", d=512), 168, 0),
+    (dict(kernel="combine", fast=False, d=512, each=8), 128, 0),
 ]
 
 
 def compiled(limits):
-    """Registers, spills and shared memory within limits; one process for all, without the
+    """Registers, spills and shared memory within limits, of heads of 512 channels within what
+    every GPU from compute capability 8.0 on has; one process for all, without the
     interpreter."""
     rows = ahead_of_time(*(case for case, *_ in limits), script="aot_decode.py")
     assert len(rows) == len(limits)
     for row, (_, registers, spills) in zip(rows, limits):
         assert row["registers"] <= registers or not triton.__version__.startswith(COUNTED), row
-        assert row["spills"] <= spills and row["shared"] <= 48 * 1024, row
+        room = 48 if row.get("d", 128) <= 256 else 99
+        assert row["spills"] <= spills and row["shared"] <= room * 1024, row
 
 
 @needs_gluon
@@ -1187,8 +1194,10 @@ def test_all_compiled_ahead_of_time():
 GPU = [
     *((dict(kb=k, vb=v), {}) for k in (2, 3, 4) for v in (2, 3, 4)),
     *((dict(tile=t), {}) for t in (16, 32, 64, 128)),
-    *((dict(d=d), {}) for d in (64, 80, 96, 112, 160, 192, 240, 256)),
-    *((dict(d=d, dv=e), {}) for d, e in ((96, 128), (128, 80), (256, 144))),
+    *((dict(d=d), {}) for d in (64, 80, 96, 112, 160, 192, 240, 256, 272, 512)),
+    *((dict(d=d, dv=e), {}) for d, e in ((96, 128), (128, 80), (256, 144), (512, 320))),
+    *((dict(d=512, G=8, kb=b, vb=b, center="pre_rope"), {}) for b in (2, 3, 4)),
+    (dict(d=512, G=8, vcenter="prompt_mean", dtype=torch.bfloat16), dict(sliding_window=300)),
     *((dict(G=g), {}) for g in (1, 2, 3, 7, 8, 16)),
     *((dict(n=n), {}) for n in (2, 5, 16)),
     *((dict(n=n, m=n), {}) for n in (1, 3, 16)),

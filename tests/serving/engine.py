@@ -3,17 +3,18 @@ compared with those of the states that the layer was given, coded anew, and its 
 attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
-firsts_short, exact, exact_windows, exact_learnt, exact_states, learnt, states, offload,
-offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid, random, random_firsts,
-parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged, each of which is a
-function here. On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is
-chosen by its name, in bf16."""
+firsts_short, trellis, exact, exact_windows, exact_learnt, exact_states, learnt, states,
+offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid, random,
+random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged,
+graphs_trellis, each of which is a function here. On a CPU our backend stands in the place of
+vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,10 +151,14 @@ def calibration(folder, path):
 def check_codes(q, stored, exact, shift):
     """Count codes and scales that are not those of the states, and those that differ where a
     sum in another order may decide."""
-    from turboquant_nb.quant.quantizer import decided
+    from turboquant_nb.quant.quantizer import decided, decode
 
     x = (exact - shift).float()
     anew = q.encode(x)
+    if q.code.windows:  # two paths may be as good: vectors may not be farther than the best is
+        far, best = ((decode(q, y) - x).norm(dim=-1) for y in (stored, anew))
+        seen["miscoded"] += int((far > best * 1.01).sum())
+        return
     other = stored.codes != anew.codes
     if other.any():
         heads = (
@@ -415,6 +420,16 @@ def firsts(folder):
     return dict(tokens=tokens, cached=cached)
 
 
+def trellis(folder):
+    "Codes of a trellis, 24 recent and 4 first tokens, in chunks, with a prefix hit."
+    of = dict(recipe="k2v2-trellis", recent=24, sinks=4)
+    llm = engine(llama(folder / "llama"), 300, of, block_size=128)
+    prompts, cached = random_prompts(200, 75), []
+    for batch in (prompts, [prompts[0] + prompts[1][:20]]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(12))]
+    return dict(cached=cached)
+
+
 def firsts_few(folder):
     """The same in too few blocks: short prompts are let in, whose windows grow. Steps of 16
     tokens, so that who comes back does in chunks."""
@@ -471,8 +486,10 @@ def dense(path, prompts=None):
     return json.loads(found[7:])["tokens"]
 
 
-def exact(folder, make=llama, other=in_transformers):
-    "All tokens are read exactly: the tokens of another that is dense."
+def exact(folder, make=llama, other=None):
+    """All tokens are read exactly: the tokens of another that is dense. On a GPU that is an
+    engine, which rounds as ours does."""
+    other = other or (dense if CUDA else in_transformers)
     path, prompts = make(folder / make.__name__), random_prompts(130, 75, 200)
     llm = engine(path, 400, of=dict(recent=512, means=False))
     ours = [
@@ -519,20 +536,33 @@ def learnt(folder):
 
 def copying(cut=lambda page: page):
     """On a CPU vLLM has no worker that copies: this one copies as its worker for GPUs does, of
-    each page the bytes that the engine says are in use; `cut` may say fewer. Returns the bytes
-    that were copied, by direction."""
+    each page the bytes that the engine says are in use; `cut` may say fewer. On a GPU that
+    worker is counted. Returns the bytes that were copied, by direction."""
     from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
     moved = dict(out=0, back=0)
+    if CUDA:
+        from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler as Copier
+
+        finished = Copier.get_finished
+
+        def counted(self):
+            done = finished(self)
+            moved["out" if self.gpu_to_cpu else "back"] += sum(x.transfer_size for x in done)
+            return done
+
+        Copier.get_finished = counted
+        return moved
 
     class Copies(OffloadingWorker):
         def __init__(self, spec, caches):
             assert spec.blocks_per_chunk == 1
             self.groups, self.done = caches.group_data_refs, []
             self.pages = [x.tensor for x in caches.tensors]
+            chunks = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # 0.26
             self.host = [
-                torch.full((spec.num_chunks, x.shape[1]), 85, dtype=x.dtype) for x in self.pages
+                torch.full((chunks, x.shape[1]), 85, dtype=x.dtype) for x in self.pages
             ]
 
         def copy(self, job, engine, here, there, what):
@@ -588,31 +618,40 @@ def offload_codes(folder):
     return offload(folder, dict(recent=0, sinks=0))
 
 
+def forget(llm):
+    "Empty an engine's prefix cache, as soon as what goes to the host is there."
+    for _ in range(200):
+        if llm.reset_prefix_cache():
+            return
+        generate(llm, [[5, 6, 7]], sampled(2))  # a step, in which the engine looks after copies
+        time.sleep(0.01)
+    raise AssertionError("blocks of the prefix cache are still in use")
+
+
 def offload(folder, of=None, cut=lambda page: page):
     """Prefixes that left the engine's memory come back from the host's: the same tokens and
-    log-probabilities, to the last bit, as with prefixes that stayed."""
+    log-probabilities, to the last bit, as with prefixes that stayed. On a GPU, which copies
+    while it computes, steps have other requests, so there up to the first near tie."""
     moved, path = copying(cut), llama(folder / "llama")
     of = dict(recent=24, sinks=4) if of is None else of
     llm = engine(path, 1000, of, kv_transfer_config=offloading())
-    prompts, found = random_prompts(130, 200, 320), []
+    lengths = 130, 200, 330, *(range(140, 340, 20) if CUDA else ())
+    prompts, found, cached = random_prompts(*lengths), [], []
     for turn in range(3):  # computed, from the engine's memory, from the host's
         if turn == 2:
-            assert llm.reset_prefix_cache()
+            forget(llm)
             moved["back"] = 0
         outs = generate(llm, prompts, sampled(20, logprobs=2))
-        found.append(
-            [
-                [
-                    o.num_cached_tokens,
-                    list(o.outputs[0].token_ids),
-                    [sorted(x.logprob for x in r.values()) for r in o.outputs[0].logprobs],
-                ]
-                for o in outs
-            ]
-        )
-    cached = [[x[0] for x in turn] for turn in found]
+        cached.append([o.num_cached_tokens for o in outs])
+        found.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs])
+    assert moved["back"], "nothing came back"
+    said = [
+        [[list(t), [sorted(x.logprob for x in r.values()) for r in ranks]] for t, ranks in turn]
+        for turn in found
+    ]
+    decided, wrong = compare(found[2], found[1])
     return dict(
-        cached=cached, equal=[x[1:] for x in found[1]] == [x[1:] for x in found[2]], moved=moved
+        cached=cached, equal=said[1] == said[2], moved=moved, decided=decided, wrong=wrong
     )
 
 
@@ -904,6 +943,11 @@ def graphs_drafts(folder):
 def graphs_firsts(folder):
     "The same with 24 exact recent and 4 exact first tokens."
     return graphs(folder, dict(recent=24, sinks=4))
+
+
+def graphs_trellis(folder):
+    "The same with codes of a trellis."
+    return graphs(folder, dict(recipe="k2v2-trellis", recent=24, sinks=4))
 
 
 def graphs_ragged(folder):

@@ -100,7 +100,8 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     reads = Requests(step.table, step.lengths), step.starts
 
     def oracle(near, logits=logits):
-        found, lse = attend_cells(x.q, cache, codes, *reads, Exact(x.k, x.v, near), rule)
+        exact, plain = Exact(x.k, x.v, near), Rule(D**-0.5)
+        found, lse = attend_cells(x.q, cache, codes, *reads, exact, plain)
         if logits is None:
             return found
         weight = lse.exp() / (lse.exp() + logits.exp())  # of all tokens together

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from turboquant_nb import results
+from turboquant_nb.serving.step import ServingConfig
 
 from tests.conftest import SCRIPTS
 
@@ -265,13 +266,13 @@ def test_kinds_and_shapes_of_engines():
     engine = importlib.import_module("bench.serving_engine")
     assert (
         engine.options("k3v3-128", 8, 1, 0.5)["additional_config"]
-        == {"turboquant_nb": {"recipe": "k3v3", "recent": 0, "sinks": 0}}
+        == {"turboquant_nb": {"recipe": "k3v3", "means": False, "recent": 0, "sinks": 0}}
         == engine.options("k3v3-128-even", 8, 1, 0.5)["additional_config"]
     )
     exact = engine.options("k4v3-64-r16-s4", 96, 1, 0.5)
     assert (
         exact["additional_config"]
-        == {"turboquant_nb": {"recipe": "k4v3", "recent": 16, "sinks": 4}}
+        == {"turboquant_nb": {"recipe": "k4v3", "means": False, "recent": 16, "sinks": 4}}
         and exact["block_size"] == 64
     )
     assert (
@@ -279,6 +280,12 @@ def test_kinds_and_shapes_of_engines():
         == 96
         == exact["compilation_config"]["cudagraph_capture_sizes"][-1]
     )
+    fast = engine.options("k2v2-trellis_fast-128-r16-s4", 8, 1, 0.5)
+    config = ServingConfig.of(fast["additional_config"]["turboquant_nb"])
+    assert config.recipe.key.codebook == config.recipe.value.codebook == "trellis_fast"
+    assert config.bytes_per_token(128) == 68 and (config.recent, config.sinks) == (16, 4)
+    trellis = engine.options("k2v2-trellis-128", 8, 1, 0.5)["additional_config"]
+    assert trellis["turboquant_nb"]["recipe"] == "k2v2-trellis"
     assert engine.options("fp8", 8, 1, 0.5)[
         "kv_cache_dtype"
     ] == "fp8" and "kv_cache_dtype" not in engine.options("bf16", 8, 1, 0.5)
@@ -291,6 +298,59 @@ def test_kinds_and_shapes_of_engines():
         ("first", 1, 32000, 1),
         ("full", 80, 8192, 512),
     ]
+
+
+def test_steps_beside_prompts_that_are_read_again_are_no_steps():
+    engine = importlib.import_module("bench.serving_engine")
+    prompts = [[0] * 1000, [0] * 300, [0] * 20]
+    assert not engine.read_again(prompts, 744 + 44, 128)
+    why = engine.read_again(prompts, 700, 128)
+    assert why == "prompts were read again: 700 of at least 788 tokens were cached"
+
+
+def test_prefixes_on_the_host_are_measured_once_their_copies_are_over(monkeypatch):
+    """Of an engine that is made up: prefixes stay until it forgets them, which it does after
+    two more steps; copies to the host take 4 s a prefix, from there 1."""
+    engine = importlib.import_module("bench.serving_engine")
+    monkeypatch.setattr(engine.time, "sleep", lambda seconds: None)
+    held, host, copied, busy = set(), set(), [], []
+
+    def ask(prompts, new):
+        if len(prompts[0]) == 3:
+            busy[:] = busy[1:]
+            return 0.01, 0
+        ((*prefix, _),) = prompts
+        stayed, back = tuple(prefix) in held, tuple(prefix) in host
+        if not stayed:
+            copied.append([not back, 100 + back, 4.0 - 3 * back])
+            busy.extend([1, 1])
+        held.add(tuple(prefix))
+        host.add(tuple(prefix))
+        return (0.1 if stayed else 0.2 if back else 1.0), 5 * (stayed or back)
+
+    class Forgets:
+        def reset_prefix_cache(self):
+            if not busy:
+                held.clear()
+            return not busy
+
+    fresh = iter(range(100))
+    made = engine.Prefixes(Forgets(), ask, lambda n: [0], copied)
+    rows = [*made.rows(lambda: [[next(fresh)] * 5])]
+    assert [
+        (r["what"], r.get("by"), r["p50"], r.get("bytes"), r.get("cached")) for r in rows
+    ] == [
+        ("first token", "computed", 1.0, None, 0),
+        ("first token", "stayed", 0.1, None, 5),
+        ("first token", "host", 0.2, None, 5),
+        ("to the host", None, 4.0, 100, None),
+        ("from the host", None, 1.0, 101, None),
+    ]
+    told = engine.offloading(32768, engine.LLAMA_8B)["kv_connector_extra_config"]
+    assert told["cpu_bytes_to_use"] == 2 * 32768 * 131072
+    stuck = type("LLM", (), dict(reset_prefix_cache=lambda self: False))
+    with pytest.raises(RuntimeError, match="stay in use"):
+        engine.Prefixes(stuck(), lambda *x: (0, 0), None, []).forget()
 
 
 def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run():
@@ -346,6 +406,18 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass():
         and "not finished: plain" in late[0]["cmd"]
         and serving.verdict(dict(plain=dict(unfinished=90, passed=False)), kinds)[1] == ["bf16"]
     )
+    more = found(learnt=dict(good, learnt=3, sliding=2), offload=dict(worst=0.0, decided=9))
+    for part, kind, how in (
+        ("trellis", "k2v2-trellis-128", {}),
+        ("learnt", "k3v3-128", dict(model="gpt-oss-20b")),
+        ("offload", "k3v3-128", dict(shapes=["offload:1x900"])),
+    ):  # what a kind must have passed, not only where it was run
+        assert serving.verdict(found(), [kind], **how)[1] == []
+        if part != "trellis":
+            assert serving.verdict(more, [kind], **how)[1] == [kind]
+        bad = serving.verdict(more | {part: dict(good, passed=False)}, ["bf16", kind], **how)
+        assert bad[1] == ["bf16"] and bad[0]["cmd"].endswith(f"so not measured: {kind}")
+    assert serving.verdict(found(trellis=good), ["k2v2-trellis-128"])[1]
     assert serving.verdict({}, ["bf16"])[0]["passed"] and serving.gate([], 1) == {}, (
         "a kind that is not ours has no gate"
     )
@@ -353,6 +425,55 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass():
         serving.verdict({}, kinds)[1] == ["bf16"]
         and not serving.verdict({}, kinds)[0]["passed"]
     ), "ours have"
+
+
+def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
+    serving, log = importlib.import_module("bench.serving"), []
+
+    class Engine:
+        def __init__(self, kind, a, gib):
+            self.kind, self.gib, self.process = kind, gib, self
+
+        def wait_ready(self):
+            log.append(f"ready {self.kind}")
+
+        def go_on(self):
+            log.append(f"go {self.kind} {self.gib}")
+
+        def start(self, seconds):
+            return None if self.kind == "late" else dict(kind=self.kind, what="start")
+
+        def rows(self, seconds):
+            log.append(f"measure {self.kind}")
+            if self.kind == "late":
+                raise BrokenPipeError
+            yield dict(kind=self.kind, what="token")
+
+        kill = wait = lambda self: None
+
+    monkeypatch.setattr(serving, "Engine", Engine)
+    (tmp_path / "turn").touch()
+    a = SimpleNamespace(kinds=["bf16", "red", "k3v3-128", "late"], cache_gib=[4, 3, 2, 1])
+    a.until, a.seconds, a.least, a.gpus, a.together = 10**6, 9, 0, 1, 2
+    a.turn = str(tmp_path / "turn")
+    got = [*serving.rows(a, ["bf16", "k3v3-128", "late"])]
+    assert log[3:] == [
+        "go bf16 4",
+        "go k3v3-128 2",
+        "measure bf16",
+        "measure k3v3-128",
+        "go late 1",
+        "measure late",
+    ]
+    assert [(r["kind"], r["what"]) for r in got] == [
+        ("bf16", "start"),
+        ("bf16", "token"),
+        ("k3v3-128", "start"),
+        ("k3v3-128", "token"),
+        ("late", "no token"),
+    ]
+    a.least = 10**7
+    assert not [*serving.rows(a, ["bf16"])], "no time is left"
 
 
 def test_a_gate_is_shared_by_runs_of_one_package(tmp_path, monkeypatch):

@@ -107,13 +107,13 @@ class Answer(NamedTuple):
     lse: Tensor | None  # [B, Hq, n] fp32, log-sum-exp of the scores
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Answer:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None, need_lse: bool = True) -> Answer:
     "A learnt logit [Hq] joins each head's softmax: weights shrink by sigmoid(lse - logit)."
     if sinks is None:
         return Answer(out, lse)
-    logit = sinks.float()[None, :, None]
+    logit = sinks[None, :, None]
     shrunk = (out * torch.sigmoid(lse - logit)[..., None]).to(out.dtype)
-    return Answer(shrunk, torch.logaddexp(lse, logit))
+    return Answer(shrunk, torch.logaddexp(lse, logit.to(lse.dtype)) if need_lse else None)
 
 
 class Backend:

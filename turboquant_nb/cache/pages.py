@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .attention import Rule, dense_attention
+from .attention import Rule, dense_attention, with_sinks
 from .packing import SLOT, Layout, quarter_bytes, unpack
 from ..quant.quantizer import Coded, Quantizer, decode
 
@@ -304,10 +304,10 @@ def attend_cells(
     requests: Requests,
     starts: Tensor,  # [B + 1] first query of each request, and the end
     exact: Exact | None = None,  # None: the codes of all tokens are read
-    rule: Rule = Rule(),  # of which scaling, window and soft cap count
+    rule: Rule = Rule(),  # of which scaling, window, soft cap and learnt logits count
 ) -> tuple:  # (output [T, Hq, d_value] in q's dtype, log-sum-exp [T, Hq] fp32)
     """Attention to cells: slow and obvious. Requests of length 0 and queries of nobody give 0
-    and -inf."""
+    and -inf, or the logit."""
     cell, (k, v, recent) = codes.cell, exact or Exact()
     checks.shape(checks.floats(q, "q"), "q", "tokens", "heads", cell.d_key)
     if (k is None) != (v is None):
@@ -345,7 +345,8 @@ def attend_cells(
             q[lo:hi].transpose(0, 1)[None], *(x[None] for x in dense), **scores
         )
         out[lo:hi], lse[lo:hi] = o[0].transpose(0, 1), s[0].T
-    return out, lse
+    out, lse = with_sinks(out.transpose(0, 1)[None], lse.T[None], rule.sinks)
+    return out[0].transpose(0, 1), lse[0].T
 
 # %% ../../nbs/34_pages.ipynb #34a00028
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class Measure:
     cache_length: int | None = None  # of a cache; None: it grows as it needs
     seed: int = 0
     more: Callable = lambda rows: {}  # what else the record says, `rows` instead of these too
+    grow: Callable = lambda model, compared: compared  # candidates -> with others made of them
 
 
 @options("Text")
@@ -178,6 +179,7 @@ def evaluate(measure: Measure, caches: Caches, common: Common) -> None:
         raise Usage(f"this model reads {most:,} tokens; {measure.tokens:,} were asked for")
     with hushed():
         compared = [_candidate(model, x, measure.cache_length) for x in asked]
+        compared = measure.grow(model, compared)
         ids = measure.read(tokenizer).to(model.device)
         gate = scores.one_pass_gate(model, ids, prompt=min(64, ids.shape[1] - 16))
         label = f"measuring {len(compared)} caches, {measure.name}"

@@ -38,7 +38,8 @@ class _Asked:
     tasks: list[str] = option(
         ("loops", "arithmetic"),
         "agreement, loops, arithmetic, gsm8k, math, humaneval, mbpp, calls-simple, "
-        "calls-multiple, calls-parallel, needle-1k, -4k, -8k, -16k, papers.",
+        "calls-multiple, calls-parallel, schemas, coqa, needle-1k, -4k, -8k, -16k, "
+        "papers, and single-, keys-, values-, queries-, variables-, words-4k or -16k.",
         metavar="TASK",
     )
     data: str = option(".", "Folder with the wheels that hold the questions.", metavar="FOLDER")
@@ -49,6 +50,10 @@ class _Asked:
     )
     temperature: float = option(0.0, "0 takes the most likely token.", least=0)
     seed: int = option(0, "Of sampled tokens.", least=0)
+    causes: bool = option(
+        False,
+        "Change one thing of each recipe besides: keys, values, layers, recent, sinks, centre.",
+    )
     margin: float = option(0.05, "Share of answers that may be lost net.")
     discordance: float = option(0.1, "Share of answers expected to change, for the power.")
     text_length: int = option(2048, "Tokens of a window of agreement.", least=256)
@@ -100,9 +105,9 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         items, batch = state["items"], common.files.batch
         fixed = dict(half=str(asked.half), limit=asked.limit, batch=batch, seed=asked.seed)
         fixed |= dict(temperature=asked.temperature)
-        sizes = {task.name: len(x) for task, x in items.items()}
+        sizes = {task.name: questions.turns(x) for task, x in items.items()}
         state["design"] = longer.design(
-            sizes, len(compared), asked.margin, asked.discordance, **fixed
+            sizes, state["caches"], asked.margin, asked.discordance, **fixed
         )
         for name, x in state["design"]["tasks"].items():
             common.output.note(
@@ -139,13 +144,17 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         ids = longer.as_tokens(found["ids"], model)
         yield from longer.agreement(model, ids, compared, found["begin"], log, tick=tick)
 
+    def grow(model, compared):
+        state["caches"] = len(compared)
+        return longer.with_ablations(model, compared) if asked.causes else compared
+
     def units(n):
         batches = [-(-len(x) // common.files.batch) for x in state["items"].values()]
         agrees = (1 + asked.text_windows * n) * (_AGREEMENT in asked.tasks)
         return sum(batches) * (n + 1) + agrees
 
     def more(rows):
-        found = longer.adjusted(rows, state["design"]["tests"])
+        found = longer.adjusted(longer.with_causes(rows), state["design"]["tests"])
         asked_for = sum(x["n"] for x in state["design"]["tasks"].values())
         data = {"id": label, "n": asked_for or asked.text_windows}
         return {"design": state["design"], "data": data, "rows": found}
@@ -154,7 +163,8 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
     label = f"{', '.join(asked.tasks)} ({', '.join(packages) or 'made here'})"
     most = asked.text_length if _AGREEMENT in asked.tasks else 80
     n = asked.limit or asked.text_windows
-    measure = Measure("long", label, n, most, read, units, rows, seed=asked.seed, more=more)
+    how = dict(seed=asked.seed, more=more, grow=grow)
+    measure = Measure("long", label, n, most, read, units, rows, **how)
     evaluate(measure, caches, common)
 
 

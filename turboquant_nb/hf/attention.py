@@ -245,18 +245,17 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
 
 
 def _rule(layer, call: AttentionCall, backend: str) -> Rule:
-    "How a layer attends on codes, made once."
+    """How a layer attends on codes, made once. A sink's logit is the model's, which no cache
+    keeps: it joins later."""
     make = lambda: Rule(
         call.scaling,
         layer.sliding_window,
         call.softcap,
         backend=backend,
-        sinks=call.sink,
         latent=call.key.expansion is not None,
     )
-    # compilers would trace once more what was kept meanwhile; a sink's logit is the model's,
-    # which no cache keeps
-    if torch.compiler.is_compiling() or call.sink is not None:
+    # compilers would trace once more what was kept meanwhile
+    if torch.compiler.is_compiling():
         return make()
     known = call.scaling, call.softcap, backend, call.key.expansion is None
     rule = layer.rules.get(known)
@@ -289,11 +288,10 @@ def _by_codes(call: AttentionCall) -> Tensor:
         near = _within(call, layer.store.length - key.first)
         mask, bias, first = near.mask, near.bias, key.first
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
-    rule = _rule(layer, call, ask)
-    lse = rule.sinks is not None
+    rule, lse = _rule(layer, call, ask), call.sink is not None
     ours = Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
     if layer.by_device:
-        return layer.captured.attend(ours).out
+        return with_sinks(*layer.captured.attend(ours), call.sink, need_lse=False).out
     plain = mask is None and bias is None
     if plain and demanded != "torch" and (again := ops.attend_again(ours)) is not None:
         return _served(call, "triton", again)
@@ -313,7 +311,7 @@ def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:
     layer.calls[ops.BACKENDS[name].served] += 1
     layer.backends[name] += 1
     layer.free(call.key.first)
-    return answer.out
+    return with_sinks(*answer, call.sink, need_lse=False).out
 
 # %% ../../nbs/52_hf_attention.ipynb #614d6c52
 def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, **kwargs):

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import LinearAttentionLayer
 
 from ..cache.attention import Answer, Call
 from ..kernels import ops
@@ -282,6 +283,58 @@ def _settings(model: torch.nn.Module) -> int:
 
 
 @dataclass
+class _States:
+    """The recurrent states of a cache's layers, which a graph reads and writes where they
+    lie. Layers that only keep their place, as those of MLPs, have none."""
+
+    places: list  # (a layer's states of a kind by number, number) of each
+    tensors: list
+
+    @staticmethod
+    def _layers(cache) -> list:
+        return [x for x in cache.layers if isinstance(x, LinearAttentionLayer)]
+
+    @classmethod
+    def of(cls, cache) -> "_States":
+        "Those that there are now."
+        held = [y for x in cls._layers(cache) for y in (x.conv_states, x.recurrent_states)]
+        places = [(y, i) for y in held for i, t in y.items() if t is not None]
+        return cls(places, [y[i] for y, i in places])
+
+    def fits(self, cache) -> bool:
+        "Whether a cache has states of these sizes, which are those of tokens before."
+        if not self.tensors:
+            return True
+        now, layers = _States.of(cache), self._layers(cache)
+        like = lambda tensors: [(t.shape, t.dtype, t.device) for t in tensors]
+        begun = (
+            x.has_previous_state[i]
+            or (x.conv_states[i] is None and x.recurrent_states[i] is None)
+            for x in layers
+            for i in x.has_previous_state
+        )
+        return like(now.tensors) == like(self.tensors) and all(begun)
+
+    def take(self, cache) -> None:
+        "Let what layers hold now lie in these tensors: beams have put others there."
+        now = _States.of(cache) if self.tensors else self
+        for (held, i), mine, t in zip(now.places, self.tensors, now.tensors):
+            if t is not mine:
+                mine.copy_(t)
+                held[i] = mine
+
+    def copies(self) -> list:
+        return [t.clone() for t in self.tensors]
+
+    def put(self, values: list | None = None) -> None:
+        "Let layers hold these tensors, with other values if they are given."
+        for (held, i), mine in zip(self.places, self.tensors):
+            held[i] = mine
+        for mine, value in zip(self.tensors, values or ()):
+            mine.copy_(value)
+
+
+@dataclass
 class _Captured:
     """A step that can be replayed, and the tensors through which it gets its arguments and
     gives its results."""
@@ -295,6 +348,7 @@ class _Captured:
     made: type = None  # what the model returns
     tensors: dict = None  # of that, by name
     tails: list = None  # of each layer: exact keys and values that a crop needs, or None
+    states: "_States" = None  # recurrent ones, that it reads and writes
     seconds: float = 0.0  # that capturing took
     proved: bool = False  # whether such a step was compared
 
@@ -378,9 +432,12 @@ class StepRunner:
             return self.failed
         if (getattr(self.model(), "_tp_size", None) or 1) > 1:
             return "the model runs on several devices at once"
-        codes = (hasattr(x, "groups") and x.only_codes for x in cache.layers)
-        if not all(codes):
+        codes = lambda x: hasattr(x, "groups") and x.only_codes
+        rest = [x for x in cache.layers if not codes(x)]
+        if not all(isinstance(x, LinearAttentionLayer) for x in rest):
             return "a layer keeps something other than codes"
+        if rest and (step.drafting or any(x.record_past for x in rest)):
+            return "drafts are not taken back from recurrent states"
         if not layers[0].on_codes:
             return layers[0].reader.obstacle.why
         if layers[0].reader.deferred:
@@ -460,6 +517,8 @@ class StepRunner:
         "Whether the graph is of this step."
         length = self.stores[0].length
         if length != self.stores[-1].length or length + step.tokens > self.room:
+            return False
+        if not captured.states.fits(self.cache()):
             return False
         if any(isinstance(x, Tensor) for x in step.rest.values()) or step.kind != captured.kind:
             return False
@@ -636,12 +695,16 @@ class StepRunner:
             return {name: out[name] for name in names} | tails
 
         make = CudaGraph if self.graphs is True else self.graphs
-        captured.graph = make(first.device)
+        captured.graph, captured.states = make(first.device), _States.of(cache)
         kept = [
             self.odd,
+            *captured.states.tensors,
             *(t for s in stores for t in (*row_tensors(s), s.clock.position, s.flags)),
         ]
-        out = captured.graph.capture(run, kept)
+        try:
+            out = captured.graph.capture(run, kept)
+        finally:
+            captured.states.put()
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
         captured.tails = [
             (out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))
@@ -659,6 +722,7 @@ class StepRunner:
             captured.places.copy_(step.places)
         if step.mask is not None:
             torch.sum(step.mask, -1, dtype=torch.long, out=captured.sums)
+        captured.states.take(self.cache())
         captured.graph.replay()
         for layer, store, tail in zip(self.cache().coded_layers, self.stores, captured.tails):
             past = store.length
@@ -679,19 +743,27 @@ class StepRunner:
         """The eager step, one after that which was captured, then the same tokens replayed into
         their own places: to the bit where kernels serve both. Where it differs, the graph is
         dropped."""
+        cache = self.cache()
+        captured.states.take(cache)
+        before = captured.states.copies()
         want = self._with_parts(forward, self._parts(step), *args, **kwargs)
+        after = _States.of(cache).copies()
         self._take_back(step.tokens)
+        captured.states.put(before)
         got, kernels = self._replay(captured, step), {"triton"}
         served = {
             a.backend for x in self.cache().coded_layers for a in x.captured.backends.values()
         }
         apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))
-        error = max(apart(got[name], want[name]) for name in captured.tensors)
+        both = [(got[name], want[name]) for name in captured.tensors]
+        both += zip(_States.of(cache).tensors, after)
+        error = max(apart(a, b) for a, b in both)
         if error <= (0 if served == kernels else 1e-4):
             _PROVED[self.model()][captured.proof] = captured.kind, captured.seconds
             captured.proved = True
             return want
         self._take_back(step.tokens)
+        captured.states.put(before)
         self.forget()
         self.replayed -= 1
         self.failed = f"a replayed step differed from the eager one by {error:.1e}"

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Exact, Requests
 from turboquant_nb.kernels.decode import (
@@ -90,8 +91,9 @@ class CellPlan(CellCodes):
             )
         super().__init__(key, value, CellLayout.of(key, value, tokens), center)
         self.plan = Plan.of(key, value, tokens, key.device)
-        if self.plan.why:
-            raise ValueError(f"no kernel reads these codes: {self.plan.why}")
+        wide = f"head size must be at most 256 here, got {max(key.d, value.d)}"
+        if why := self.plan.why or (wide if max(key.d, value.d) > 256 else ""):
+            raise ValueError(f"no kernel reads these codes: {why}")
         self.tables, self.device, self.scale_dtype = (
             self.plan.tables,
             key.device,
@@ -861,6 +863,7 @@ def _join_kernel(
     near_stride,
     LENGTH,
     WORK,
+    LOGITS,
     requests,
     splits,
     heads,
@@ -881,6 +884,7 @@ def _join_kernel(
     SB: tl.constexpr,
     N: tl.constexpr,
     T: tl.constexpr,
+    LEARNT: tl.constexpr,
     OWN: tl.constexpr,
     RECENT: tl.constexpr,
     ROTATED: tl.constexpr,
@@ -991,6 +995,11 @@ def _join_kernel(
         SB=SB,
     )
     norm, lse = _log_sum(top, whole)
+    if LEARNT:  # one more score, of nothing
+        logit = tl.load(LOGITS + head, mask=ok, other=0.0).to(tl.float32)
+        most = tl.maximum(lse, logit)
+        all_lse = most + tl.log(tl.exp(lse - most) + tl.exp(logit - most))
+        norm, lse = norm * tl.exp(all_lse - lse), all_lse
     at, real = (token * ot + head * oh)[:, None] + e[None, :], ok[:, None] & (e < DV)[None, :]
     if ROTATED:
         tl.store(REST + at, far / norm[:, None], mask=real)
@@ -1450,10 +1459,13 @@ def decode_cells(
     how: Launching = Launching(),
 ) -> tuple:  # (out, lse)
     """Attention to cells without a dense copy. With a centre, scores of codes get the query's
-    product with it back. Waits for nothing and may be captured. Raises TypeError/ValueError for
-    tensors that do not fit, and where no kernel can serve."""
+    product with it back; a learnt logit joins each head's softmax. Waits for nothing and may be
+    captured. Raises TypeError/ValueError for tensors that do not fit, and where no kernel can
+    serve."""
     exact = exact or Exact()
     batch, m, query_heads, heads = _check_decode(q, cache, plan, requests, exact)
+    if rule.sinks is not None:
+        checks.shape(rule.sinks, "sinks", query_heads)
     portable, why = select_kernel(plan.plan, plan.device, how.kernel)
     if why:
         raise ValueError(f"decode_cells cannot serve this: {why}")
@@ -1482,6 +1494,8 @@ def decode_cells(
         NEAR_TABLE=near_table,
         LENGTH=requests.lengths,
         WORK=requests.lengths if cut.listing is None else cut.listing.memory,
+        LOGITS=q if rule.sinks is None else rule.sinks.contiguous(),
+        LEARNT=rule.sinks is not None,
         LISTED=cut.listing is not None,
         PARTS=left,
         LSE_PARTS=lse_parts,

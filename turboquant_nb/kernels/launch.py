@@ -47,8 +47,8 @@ def _side_reason(name: str, q, tile: int) -> str:
     "Why no kernel can read the codes of one side; empty if one can."
     if why := q.centre.refuses("kernels") or q.code.refuses("windows"):
         return f"{name}: {why}"
-    if q.d % 16 or not 16 <= q.d <= 256:
-        return f"{name}: head size must be a multiple of 16 up to 256, got {q.d}"
+    if q.d % 16 or not 16 <= q.d <= 512:
+        return f"{name}: head size must be a multiple of 16 up to 512, got {q.d}"
     if tile < 16 or tile & (tile - 1):
         return f"{name}: tiles must have a power of two of at least 16 tokens, got {tile}"
     return ""

@@ -145,11 +145,8 @@ def score_bias(
     bias = torch.empty(
         s.batch * s.heads * rows, s.width, dtype=torch.float32, device=x.q.device
     )
-    block, tokens, still = (
-        16 if s.heads * rows <= 16 else 32,
-        128 if half <= 64 else 64,
-        s.d - 2 * half,
-    )
+    block, still = 16 if s.heads * rows <= 16 or half > 128 else 32, s.d - 2 * half
+    tokens = 128 if half <= 64 else 64 if half <= 128 else 32  # operands lie in shared memory
     named = shared | dict(
         M=x.key_mean,
         COS_SIN=x.cos_sin,

@@ -579,10 +579,9 @@ class CodedAttention:
         if self.plan is None:
             q, k, v = states.rows(slice(step.tokens))
             requests, exact = Requests(step.table, step.lengths), Exact(k, v, recent)
-            out[: step.tokens], lse = attend_cells(
+            out[: step.tokens] = attend_cells(
                 q, memory.cache, self.codes, requests, step.starts, exact, self.rule
-            )
-            self._with_sinks(out[: step.tokens], lse)
+            )[0]
             return
         if n := step.decodes:
             rows, requests = slice(n * step.each), Requests(step.table[:n], step.lengths[:n])
@@ -614,7 +613,7 @@ class CodedAttention:
         work: dict | None,
         early: bool = False,
     ) -> None:
-        _, lse = decode_cells(
+        decode_cells(
             states.q,
             memory.cache,
             self.plan,
@@ -624,7 +623,6 @@ class CodedAttention:
             Room(out, workspace=memory.workspace),
             Launching(work=work, early=early),
         )
-        self._with_sinks(out, lse)
 
     def _with_sinks(self, out: Tensor, lse: Tensor) -> None:  # [T, Hq, d_value], [T, Hq]
         "A learnt logit joins each head's softmax."

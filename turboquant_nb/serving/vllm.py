@@ -840,6 +840,22 @@ def _with_recent(old):
     return __init__
 
 
+def _keeping_few(old):
+    """`KVCacheCoordinator.__init__`, which keeps the window pages at a prompt's end and where
+    prompts part, as vLLM 0.32 does by itself. 0.26 keeps those before every block: a prefix
+    takes two to nine times the pages of its codes."""
+
+    def __init__(self, *args, **kwargs):
+        old(self, *args, **kwargs)
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
+        if any(isinstance(spec, CodedWindowSpec) for spec in specs):
+            if getattr(self, "retention_interval", 0) is None:
+                self.retention_interval = 0
+
+    __init__.keeping_few = True
+    return __init__
+
+
 def register() -> None:
     """What vLLM calls in each process. Raises ImportError without vLLM or with a release that
     is not served."""
@@ -860,3 +876,7 @@ def register() -> None:
     if not hasattr(AttentionBackend, "customize_spec"):
         if not hasattr(Attention.get_kv_cache_spec, "of_cells"):
             Attention.get_kv_cache_spec = _spec_of_cells(Attention.get_kv_cache_spec)
+        from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+        if not hasattr(KVCacheCoordinator.__init__, "keeping_few"):
+            KVCacheCoordinator.__init__ = _keeping_few(KVCacheCoordinator.__init__)
