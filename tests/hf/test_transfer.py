@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers import prompt, tiny
 from turboquant_nb.hf import TurboQuantCache, transfer
 from turboquant_nb.hf.transfer import send, sending
 
@@ -80,6 +82,27 @@ def test_lost_peers(found):
     assert sender["held"] == [64] * 4, "the pass that was broken off is taken back"
     assert sender["usable"] and receiver["usable"]
     assert sender["sent"] > 10_000 and receiver["received"] == 64
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, ValueError])
+def test_a_pass_that_sending_broke_off_is_forgotten(kind, monkeypatch):
+    "A peer that is lost, and one that refuses what came, before the pass is over."
+
+    class Refused:
+        link = None
+
+        def add(self, tensors, state):
+            raise kind("refused")
+
+    monkeypatch.setattr(transfer, "_stream", lambda *a: nullcontext(Refused()))
+    model = tiny("llama")
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        with pytest.raises(kind, match="refused"), sending(cache, 1):
+            model(**prompt(1, 20), past_key_values=cache)
+        assert [x.held for x in cache.coded_layers] == [0, 0]
+        model(**prompt(1, 20), past_key_values=cache)
+    assert [x.held for x in cache.coded_layers] == [20, 20]
 
 
 def test_refused_here():

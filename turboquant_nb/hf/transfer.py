@@ -361,7 +361,7 @@ def sending(
             x.make_growing()
             try:
                 sender.add(*state_of(x.store))
-            except ConnectionError as error:
+            except Exception as error:
                 broken.append(error)
                 raise
             sent.append(x.held)
