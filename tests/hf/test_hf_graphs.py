@@ -80,6 +80,25 @@ def test_recurrent_states_are_replayed(name):
                 c.reset()
 
 
+@pytest.mark.parametrize("name", HYBRID)
+@torch.no_grad()
+def test_a_prompt_of_one_token_after_reset_is_no_step(name):
+    """It begins recurrent states, steps go on with them. Kills: a graph captured there, of a
+    kind that was compared before, which began them anew in each step."""
+    model = tiny(name)
+    caches = pair(model, max_length=64, static=True)
+    for length in (20, 1):
+        ids = prompt(1, length)["input_ids"]
+        for _ in range(6):
+            want, got = (model(ids, past_key_values=c, use_cache=True).logits for c in caches)
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+            ids = want[:, -1:].argmax(-1)
+        for c in caches:
+            c.reset()
+    r = caches[1].report()["graphs"]
+    assert r["captured"] == 1 and r["replayed"] == 9 and not r["why_not"], r
+
+
 def test_states_that_a_graph_does_not_leave_where_they_lay_are_seen(monkeypatch):
     "A layer that puts a new tensor in the place of its states: the eager step goes on."
     model, layer = tiny("qwen3_next"), transformers.cache_utils.LinearAttentionLayer

@@ -5,11 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.helpers import prompt, tiny
 from turboquant_nb.hf import TurboQuantCache, transfer
 from turboquant_nb.hf.transfer import send, sending
 
@@ -80,6 +84,49 @@ def test_lost_peers(found):
     assert sender["held"] == [64] * 4, "the pass that was broken off is taken back"
     assert sender["usable"] and receiver["usable"]
     assert sender["sent"] > 10_000 and receiver["received"] == 64
+
+
+@pytest.mark.parametrize("kind", [ConnectionError, ValueError])
+def test_a_pass_that_sending_broke_off_is_forgotten(kind, monkeypatch):
+    "A peer that is lost, and one that refuses what came, before the pass is over."
+
+    class Refused:
+        link = None
+
+        def add(self, tensors, state):
+            raise kind("refused")
+
+    monkeypatch.setattr(transfer, "_stream", lambda *a: nullcontext(Refused()))
+    model = tiny("llama")
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        with pytest.raises(kind, match="refused"), sending(cache, 1):
+            model(**prompt(1, 20), past_key_values=cache)
+        assert [x.held for x in cache.coded_layers] == [0, 0]
+        model(**prompt(1, 20), past_key_values=cache)
+    assert [x.held for x in cache.coded_layers] == [20, 20]
+
+
+def test_streams_with_one_peer_come_one_after_the_other():
+    """What was broken off still tells so when the next begins. Kills: two threads that read one
+    peer's frames, of which gloo ends the process."""
+    seen, go = [], threading.Event()
+
+    class Side(transfer._Side):
+        def move(self):
+            if self.name == "first":
+                go.wait(9)
+            seen.append(self.name)
+
+    sides = [Side(SimpleNamespace(group="group", peer=x), "cpu") for x in (1, 1, 2)]
+    for side, side.name in zip(sides, ("first", "second", "other")):
+        side.start()
+    sides[2].join(9), sides[1].join(0.1)
+    assert seen == ["other"]
+    go.set()
+    for side in sides:
+        side.join(9)
+    assert seen == ["other", "first", "second"]
 
 
 def test_refused_here():

@@ -301,19 +301,22 @@ class _States:
         places = [(y, i) for y in held for i, t in y.items() if t is not None]
         return cls(places, [y[i] for y, i in places])
 
-    def fits(self, cache) -> bool:
-        "Whether a cache has states of these sizes, which are those of tokens before."
-        if not self.tensors:
-            return True
-        now, layers = _States.of(cache), self._layers(cache)
-        like = lambda tensors: [(t.shape, t.dtype, t.device) for t in tensors]
-        begun = (
+    @classmethod
+    def begun(cls, cache) -> bool:
+        "Whether they are those of tokens before: a first token takes another way."
+        return all(
             x.has_previous_state[i]
             or (x.conv_states[i] is None and x.recurrent_states[i] is None)
-            for x in layers
+            for x in cls._layers(cache)
             for i in x.has_previous_state
         )
-        return like(now.tensors) == like(self.tensors) and all(begun)
+
+    def fits(self, cache) -> bool:
+        "Whether a cache has states of these sizes."
+        if not self.tensors:
+            return True
+        like = lambda tensors: [(t.shape, t.dtype, t.device) for t in tensors]
+        return like(_States.of(cache).tensors) == like(self.tensors)
 
     def take(self, cache) -> None:
         "Let what layers hold now lie in these tensors: beams have put others there."
@@ -491,7 +494,8 @@ class StepRunner:
         if self.held and not (same and layers[0].on_codes):
             self.forget()
             same = False
-        if step is None or not all(x.is_initialized for x in layers):
+        begun = all(x.is_initialized for x in layers) and _States.begun(self.cache())
+        if step is None or not begun:
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
@@ -757,7 +761,7 @@ class StepRunner:
         apart = lambda a, b: float((a - b).float().norm() / b.float().norm().clamp(min=1e-30))
         both = [(got[name], want[name]) for name in captured.tensors]
         both += zip(_States.of(cache).tensors, after)
-        error = max(apart(a, b) for a, b in both)
+        error = max((apart(a, b) for a, b in both), key=lambda x: (x != x, x))  # NaN is most
         if error <= (0 if served == kernels else 1e-4):
             _PROVED[self.model()][captured.proof] = captured.kind, captured.seconds
             captured.proved = True

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -138,16 +139,24 @@ def _opened(said: str, device: torch.device) -> torch.Tensor:
 
 # %% ../../nbs/58_transfer.ipynb #58d10009
 class _Side(threading.Thread):
-    "A thread that moves frames; what went wrong there is raised where it is asked for."
+    """A thread that moves frames; what went wrong there is raised where it is asked for. With
+    one peer, one begins when the one before has ended: they would take each other's frames."""
+
+    last = WeakValueDictionary()  # by group and peer
 
     def __init__(self, link: _Link, device):
         super().__init__(daemon=True)
+        with_whom = link.group or dist.group.WORLD, link.peer
+        self.before, self.last[with_whom] = self.last.get(with_whom), self
         self.link, self.queue, self.error, self.tells = link, queue.Queue(), None, True
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:  # a thread has its own
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def run(self):
+        if self.before is not None:
+            self.before.join()
+            self.before = None
         try:
             on_gpu = self.device.type == "cuda"  # not behind what the model still computes
             with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext():
@@ -361,7 +370,7 @@ def sending(
             x.make_growing()
             try:
                 sender.add(*state_of(x.store))
-            except ConnectionError as error:
+            except Exception as error:
                 broken.append(error)
                 raise
             sent.append(x.held)
