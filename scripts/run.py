@@ -107,6 +107,11 @@ EXPERIMENTS = {
         "a prompt read in one process, its cache ready in another",
         "--layers 2 --tokens 40 --repeat 1",
     ),
+    "codec": Entry(
+        "bench.codec",
+        "codes out of a GPU's memory and back: gathered, by the link, as a stream",
+        "--layers 2 --heads 2 --head-size 32 --tokens 300 --repeat 1",
+    ),
     "vectors": Entry(
         "bench.vectors", "nearest neighbours from codes of equal size", needs="faiss"
     ),

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import records_of, reseal
 from tests.hf.test_archive import Allocations
-from turboquant_nb.cache import codec
+from turboquant_nb.cache import codec, disk
 from turboquant_nb.cache.codec import KVStore, Reader, Writer
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Recipe, Spec
@@ -279,6 +279,38 @@ def test_records_in_another_order_missing_or_of_another_file(tmp_path):
     mixed = data[: start + len(other.getvalue()) - 14] + other.getvalue()[start:]
     with pytest.raises(ValueError):
         [*reader_of(mixed).layers()]
+
+
+def test_a_plain_layer_has_no_forms_and_comes_in_its_own_records(tmp_path):
+    path = tmp_path / "x"
+    filled("k3v3").save(path, block=2)
+    header, records = records_of(path)
+    for at in (1, 2):  # the state, and the first block
+        data = bytearray(records[at][4])
+        data[0] = 1
+        reseal(path, header, [*records[:at], [*records[at][:4], data], *records[at + 1 :]])
+        with pytest.raises(ValueError, match="has the form 1 in a plain layer"):
+            KVStore.load(path)
+    beside = [codec.BUFFER, 0, 0, 0, bytes(8)]  # which only another process can send
+    reseal(path, header, [records[0], beside])
+    with pytest.raises(ValueError, match="expected, got record"):
+        KVStore.load(path)
+
+
+def test_numbers_that_no_store_holds_are_not_written():
+    for recipe, name, wrong in (
+        ("mean", "key.scale", torch.nan),
+        ("fraction", "value.scale", -1.0),
+        ("mean", "key.mean", torch.inf),
+    ):
+        tensors, state = state_of(filled(recipe))
+        h = codec.described(codec.Saved(state))
+        assert disk._sound(tensors, h.least)
+        tensors[name].view(-1)[3] = wrong
+        writer = Writer(io.BytesIO(), {}, entropy=False)
+        with pytest.raises(ValueError, match=name):
+            writer.layer(tensors, state)
+        assert not disk._sound(tensors, h.least), "what a GPU's tensors are asked at once"
 
 
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):

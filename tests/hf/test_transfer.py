@@ -35,6 +35,27 @@ def test_the_same_bits(found):
     assert sender["windows"] and sender["static"] and receiver["store"]
 
 
+def test_buffers_go_beside_the_stream(found):
+    "As those of a GPU do, here over gloo, in pieces; one that lacks a byte is refused."
+    sender, receiver = found
+    assert receiver["buffers"] and sender["buffers"] == "nothing", found
+    assert "a buffer of" in receiver["wrong buffers, said"] and not receiver["wrong buffers"]
+    assert receiver["wrong buffers, said"] in sender["wrong buffers"], found
+
+
+def test_the_way_of_a_buffer():
+    "The same GPU of a machine, another with NCCL, else the host."
+    here, there = ({"host": "a", "gpu": x} for x in ("one", "two"))
+    none, away = {"host": "a", "gpu": None}, {"host": "b", "gpu": "one"}
+    way = transfer._way
+    for group in ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl", "cuda:nccl"):
+        other = "nccl" if "nccl" in group else "host"
+        assert way(here, here, group) == "ipc"
+        assert way(here, there, group) == way(here, away, group) == other
+        assert way(none, here, group) == way(here, none, group) == way(none, none, group)
+        assert way(none, here, group) == "host"
+
+
 def test_refusals_are_told(found):
     "What the receiver refuses the sender is told, and the other way round; both go on."
     sender, receiver = found

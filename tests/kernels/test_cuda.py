@@ -777,6 +777,97 @@ def test_a_store_on_another_gpu_than_the_current_one():
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_stores_are_written_and_read_where_they_lie():
+    "The stream of a GPU's store is that of the same on the CPU, and comes back to the GPU."
+    import io
+    import tempfile
+    from pathlib import Path
+
+    from turboquant_nb.cache.codec import Reader, Writer
+
+    def stream(*states):
+        file = io.BytesIO()
+        writer = Writer(file, {}, entropy=False, block=2)
+        for state in states:
+            writer.layer(*state)
+        writer.close()
+        return file.getvalue()
+
+    trellis = Recipe(Spec(2, codebook="trellis"), Spec(3, codebook="trellis"))
+    for name, recipe in (RICH | {"k3v3": preset("k3v3"), "trellis": trellis}).items():
+        for n in (1, 700):
+            store = KVStore(recipe, 2, 3, 64, dtype=torch.bfloat16, device=DEVICE)
+            x = states(2, 2, 3, n, 64).to(DEVICE).bfloat16()
+            store.append(*x)
+            there = state_of(store)
+            here = {k: t.cpu() for k, t in there[0].items()}, there[1]
+            data = stream(there, there)
+            assert data == stream(here, here), name
+            for found, header in Reader(io.BytesIO(data), size=len(data)).layers(device=DEVICE):
+                assert header == there[1] and found.keys() == here[0].keys(), name
+                again = store_of(found, header, DEVICE)
+                for k, t in state_of(again)[0].items():
+                    assert t.device.type == DEVICE and torch.equal(t.cpu(), here[0][k]), k
+                for a, b in zip(again.read(), store.read()):
+                    assert torch.equal(a, b), name
+    found["value.scale"][0, 1, 0, 3] = torch.nan
+    try:
+        store_of(found, header, DEVICE)
+    except ValueError as error:
+        assert "value.scale" in str(error) and "finite" in str(error)
+    else:
+        raise AssertionError("a scale that is not finite was taken")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x"
+        store.save(path)
+        assert all(map(torch.equal, KVStore.load(path, DEVICE).read(), store.read()))
+
+
+def moved_between(group, gpus):
+    "What two processes saw that sent caches to each other; `gpus`: of each."
+    import json
+    import os
+    import subprocess
+    import sys
+    import tempfile
+    from pathlib import Path
+
+    here = Path(__file__).resolve().parents[1] / "hf" / "transfer_cuda.py"
+    with tempfile.TemporaryDirectory() as folder:
+        line = [sys.executable, str(here), folder, group, *map(str, gpus)]
+        package = str(Path(torch.__file__).parents[1])
+        path = os.pathsep.join([*sys.path, package])
+        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=100)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        found = [json.loads((Path(folder) / f"found-{r}").read_text()) for r in range(2)]
+    print(found)
+    return found
+
+
+def check_moved(found, way):
+    sender, receiver = found
+    assert sender["way"] == way and receiver["same"] and receiver["store"], found
+    assert receiver["goes on"] and receiver["on the GPU"], found
+    assert receiver["lost"].startswith("ConnectionError"), found
+    assert receiver["seconds"] < 2.5, found
+
+
+def test_a_cache_goes_to_another_process_of_the_same_gpu():
+    "By a handle of its memory; one whose process is killed is an error within a second."
+    check_moved(moved_between("gloo", (0, 0)), "ipc")
+
+
+def test_a_cache_goes_to_another_gpu():
+    "By NCCL, with frames over gloo or without."
+    if torch.cuda.device_count() < 2:
+        import pytest
+
+        pytest.skip("needs two GPUs")
+    for group in ("cpu:gloo,cuda:nccl", "nccl"):
+        check_moved(moved_between(group, (0, 1)), "nccl")
+
+
 def test_not_finite_and_out_of_memory():
     """A state that is not finite is told at the latest by `check`; memory that runs out in the
     first chunk leaves the cache empty."""

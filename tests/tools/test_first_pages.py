@@ -350,6 +350,17 @@ def two_bits():
     )
 
 
+def moved():
+    found = dict(cache="k3v3", way="during", tokens=8192)
+    there, host = (
+        f"{1000 * one('transfer/h100', by=by, **found)['p50']:.0f} ms" for by in ("ipc", "host")
+    )
+    yield (
+        "where both share an H100, the cache of 8,192 tokens of an 8B model's shape is there "
+        f"{there} after they are read, {host} through the host's memory"
+    )
+
+
 MEASURED = (
     speed_before_quality,
     two_bits,
@@ -361,6 +372,7 @@ MEASURED = (
     questions,
     by_hand,
     speed,
+    moved,
 )
 
 

@@ -95,15 +95,37 @@ def described(header: Saved) -> SimpleNamespace:
     return h
 
 
+def _sound(tensors: dict, least: dict) -> bool:
+    "Whether numbers are finite and none is below its least; a GPU is waited for once."
+    found, infinite = [], float("inf")
+    for name, x in tensors.items():
+        if x.is_floating_point() and x.numel():
+            (low, high), bound = (edge.float() for edge in x.aminmax()), least.get(name)
+            fits = high - low < infinite
+            found.append(fits if bound is None else fits & (low >= bound))
+    devices = [x.device for x in found if x.is_cuda]
+    return bool(torch.stack([x.to(devices[0]) if devices else x for x in found]).all())
+
+
 def checked_state(tensors: Saved, header: Saved) -> SimpleNamespace:
     """`described`. Raises ValueError unless the tensors (on the device "meta": their types and
     shapes) are those of such a store, before anything is allocated for them."""
     h = described(header)
     if "end" in tensors and (why := h.clock.refuses("a cut past")):
         raise ValueError(why)
-    for name, (dtype, shape) in h.kinds.items():
-        if name != "end" or name in tensors:
-            tensors.tensor(name, dtype, *shape, low=h.least.get(name))
+    names = [name for name in h.kinds if name != "end" or name in tensors]
+
+    def look(at: Saved) -> None:
+        for name in names:
+            dtype, shape = h.kinds[name]
+            at.tensor(name, dtype, *shape, low=h.least.get(name))
+
+    if not any(x.is_cuda for x in tensors.values()):
+        look(tensors)
+    else:  # kinds alone; then all numbers at once, and one by one only where some are wrong
+        look(Saved({name: x.to("meta") for name, x in tensors.items()}))
+        if not _sound(tensors, h.least):
+            look(tensors)
     tensors.only(h.kinds)
     for name, most in (("start", 2**31), ("end", h.length)):
         if name in tensors and not tensors[name].is_meta:

@@ -137,7 +137,7 @@ def load(file: _File, prompt: Prompt, answer: Writing, source: Source, output: O
             first = known.a("ids", list)
             more = reader.header, model, model.device, file.path, answer.length.max_length
             with output.stage("reading the file", reader.header.whole("layers")) as stage:
-                states = (stage.tick() or x for x in reader.layers())
+                states = (stage.tick() or x for x in reader.layers(device=model.device))
                 cache = hf.TurboQuantCache.from_states(states, *more)
         read = time.monotonic() - begin
         ids = (

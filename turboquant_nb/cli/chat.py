@@ -203,7 +203,7 @@ def load_conversation(talk: Conversation, path) -> None:
         model, ids = talk.model, about.a("ids", list)
         ids = about.wholes("ids", len(ids), 0, model.config.get_text_config().vocab_size - 1)
         more = reader.header, model, model.device, path
-        cache = hf.TurboQuantCache.from_states(reader.layers(), *more)
+        cache = hf.TurboQuantCache.from_states(reader.layers(device=model.device), *more)
     if len(ids) <= cache.get_seq_length():
         raise ValueError(
             f"ids must hold more tokens than the cache's {cache.get_seq_length()}, got "

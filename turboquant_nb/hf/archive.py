@@ -182,7 +182,7 @@ def load(
     if device is None:
         device = getattr(model_or_config, "device", "cpu")  # of a configuration: none
     with opened(path) as reader:
-        states = reader.layers()
+        states = reader.layers(device=device)
         if tokens is not None:
             states = (
                 reader.part(i, 0, tokens) for i in range(reader.header.whole("layers", 1))

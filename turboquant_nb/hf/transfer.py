@@ -6,14 +6,17 @@
 __all__ = ['send', 'sending', 'receive']
 
 # %% ../../nbs/58_transfer.ipynb #58d10005
+import json
 import queue
+import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from .. import checks
 from ..cache.codec import KVStore, Reader, Writer
@@ -22,8 +25,9 @@ from .archive import TurboQuantCache, header_of
 from .hooks import After, hooked
 
 # %% ../../nbs/58_transfer.ipynb #58d10008
-_ALIVE, _BYTES, _END, _FAILED = range(4)  # kinds of frames
+_ALIVE, _BYTES, _END, _FAILED, _TENSOR, _HANDLE = range(6)  # kinds of frames
 _MOST = 2**26  # bytes of a frame
+_LARGE = 2**20  # so many go without being collected
 
 
 class _Link:
@@ -40,51 +44,53 @@ class _Link:
         self.backend = str(dist.get_backend_config(group))
         on_host = any(name in self.backend for name in ("cpu", "gloo", "mpi"))
         self.device = "cpu" if on_host else torch.device("cuda", torch.cuda.current_device())
+        self.way = "host"  # or "ipc", "nccl": how buffers of a GPU go
 
     def _done(self, move, x: torch.Tensor, seconds: float) -> torch.Tensor:
         "What was moved. Raises ConnectionError after so many seconds."
         try:
             kind = "group_dst" if move is dist.isend else "group_src"
             work = move(x, group=self.group, **{kind: self.peer})
-            if self.device == "cpu":
+            if not x.is_cuda:
                 work.wait(timedelta(seconds=seconds))
                 return x
             until = time.monotonic() + seconds  # NCCL's `wait` would not end
             while not work.is_completed():
                 if time.monotonic() > until:
                     raise RuntimeError(f"nothing moved for {seconds} s")
-                time.sleep(1e-4)
+                time.sleep(1e-5)
             return x
         except RuntimeError as error:
             said = str(error).splitlines()[0][:200]
             raise ConnectionError(f"rank {self.peer} was lost: {said}") from None
 
     def put(self, kind: int, data=b"", seconds: float | None = None) -> None:
-        "Send a frame."
+        "Send a frame: bytes that can be written to, or a tensor of them."
         seconds = seconds or self.patience
         head = torch.tensor([kind, len(data)], device=self.device)
         self._done(dist.isend, head, seconds)
         if len(data):
-            x = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-            self._done(dist.isend, x, seconds)
+            x = data if torch.is_tensor(data) else torch.frombuffer(data, dtype=torch.uint8)
+            self._done(dist.isend, x if torch.is_tensor(data) else x.to(self.device), seconds)
             self.nbytes += len(data)
 
-    def get(self, seconds: float | None = None) -> tuple:  # (kind, bytes)
-        "Receive one."
+    def get(self, seconds: float | None = None, device="cpu") -> tuple:  # (kind, tensor)
+        "Receive one; a tensor comes on the device."
         seconds = seconds or self.patience
         head = torch.zeros(2, dtype=torch.int64, device=self.device)
         kind, n = self._done(dist.irecv, head, seconds).tolist()
-        if not (0 <= kind <= _FAILED and 0 <= n <= _MOST):
+        if not (0 <= kind <= _HANDLE and 0 <= n <= _MOST):
             raise ConnectionError(f"rank {self.peer} sent no frame: {kind}, {n}")
-        if not n:
-            return kind, b""
-        x = torch.empty(n, dtype=torch.uint8, device=self.device)
+        on = device if kind == _TENSOR else self.device
+        x = torch.empty(n, dtype=torch.uint8, device=on)
+        if n:
+            self._done(dist.irecv, x, seconds)
         self.nbytes += n
-        return kind, self._done(dist.irecv, x, seconds).cpu().numpy().tobytes()
+        return kind, x if kind == _TENSOR else x.cpu()
 
-    def answer(self, seconds: float | None = None) -> tuple:
+    def answer(self, seconds: float | None = None, device="cpu") -> tuple:
         "The next frame that is more than a sign of life."
-        while (frame := self.get(seconds))[0] == _ALIVE:
+        while (frame := self.get(seconds, device))[0] == _ALIVE:
             seconds = None
         return frame
 
@@ -96,20 +102,62 @@ class _Link:
             except queue.Empty:
                 self.put(_ALIVE)
 
+# %% ../../nbs/58_transfer.ipynb #58d10013
+def _place(device) -> dict:
+    "Where a cache lies: what both sides compare."
+    gpu = torch.device(device).type == "cuda"
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if gpu else None
+    return {"host": socket.gethostname(), "gpu": uuid}
+
+
+def _way(mine: dict, theirs: dict, backend: str) -> str:
+    "How a buffer goes from one place to another."
+    if None in (mine["gpu"], theirs["gpu"]):
+        return "host"
+    return "ipc" if mine == theirs else "nccl" if "nccl" in backend else "host"
+
+
+_HANDLES = "handle", "ref_counter_handle", "event_handle"  # of bytes
+
+
+def _shared(buffer: torch.Tensor) -> bytearray:
+    "What another process opens a GPU's buffer by."
+    *_, handle, size, at, _, counter, where, event, waits = reduce_tensor(buffer)[1]
+    said = dict(zip(_HANDLES, (x.hex() for x in (handle, counter, event))))
+    said |= dict(size=size, at=at, where=where, waits=waits, n=len(buffer))
+    return bytearray(json.dumps(said).encode())
+
+
+def _opened(said: str, device: torch.device) -> torch.Tensor:
+    "That buffer, as it lies there."
+    x = json.loads(said)
+    handle, counter, event = (bytes.fromhex(x[n]) for n in _HANDLES)
+    about = torch.Tensor, (x["n"],), (1,), 0, torch.UntypedStorage, torch.uint8, device.index
+    where = handle, x["size"], x["at"], False, counter, x["where"], event, x["waits"]
+    return rebuild_cuda_tensor(*about, *where)
+
 # %% ../../nbs/58_transfer.ipynb #58d10009
 class _Side(threading.Thread):
     "A thread that moves frames; what went wrong there is raised where it is asked for."
 
-    def __init__(self, link: _Link):
+    def __init__(self, link: _Link, device):
         super().__init__(daemon=True)
-        self.link, self.queue, self.error = link, queue.Queue(), None
+        self.link, self.queue, self.error, self.tells = link, queue.Queue(), None, True
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # a thread has its own
+            self.device = torch.device("cuda", torch.cuda.current_device())
 
     def run(self):
         try:
-            self.move()
+            on_gpu = self.device.type == "cuda"  # not behind what the model still computes
+            with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else nullcontext():
+                self.move()
         except BaseException as error:
             self.error = error
             self.failed()
+            if self.tells and not isinstance(error, ConnectionError):
+                with suppress(ConnectionError):
+                    self.link.put(_FAILED, _words(error))
 
     def failed(self) -> None:
         "After an error."
@@ -122,87 +170,146 @@ class _Side(threading.Thread):
 
 
 class _Sender(_Side):
-    "A file that takes bytes, and sends them."
+    "Sends layers, and what is written to it as to a file."
 
-    def __init__(self, link):
-        super().__init__(link)
+    def __init__(self, link, device, header: dict):
+        super().__init__(link, device)
         self.held = bytearray()
+        self.writer = Writer(self, header, entropy=False)
 
-    def write(self, data) -> None:
-        "Keep bytes until a layer is whole. Raises ConnectionError if nobody takes them."
+    def add(self, tensors: dict, state: dict) -> None:
+        "Send a layer; it is copied, but not sent before this returns. Raises what went wrong."
         if self.error is not None:
             raise self.error
-        self.held += data
-        if len(self.held) >= _MOST:
-            self.flush()
+        self.queue.put((_BYTES, self.writer.stage(tensors, state, moves=False)))
+
+    def drain(self) -> None:
+        "Wait until at most one layer waits."
+        while self.queue.qsize() > 1 and self.is_alive():
+            time.sleep(1e-4)
+
+    def write(self, data) -> None:
+        "Keep bytes until a layer is whole, or send what is large."
+        if len(data) < _LARGE or memoryview(data).readonly:
+            self.held += data
+            return
+        self.flush()
+        for a in range(0, len(data), _MOST):
+            self.link.put(_BYTES, data[a : a + _MOST])
 
     def flush(self) -> None:
-        "Hand over what is held."
-        view = memoryview(bytes(self.held))
-        for a in range(0, len(view), _MOST):
-            self.queue.put((_BYTES, view[a : a + _MOST]))
+        "Send what is held."
+        for a in range(0, len(self.held), _MOST):
+            self.link.put(_BYTES, self.held[a : a + _MOST])
         self.held = bytearray()
+
+    def beside(self, buffer: torch.Tensor) -> None:
+        "Send a buffer by a way of its own."
+        self.flush()
+        if self.link.way == "ipc":
+            self.link.put(_HANDLE, _shared(buffer))
+            self.heard(*self.link.get())  # it was copied
+            self.link.nbytes += len(buffer)
+            return
+        for x in buffer.split(_MOST):
+            self.link.put(_TENSOR, x)
+
+    def heard(self, kind: int, said: torch.Tensor) -> None:
+        "Raise ValueError for a refusal."
+        if kind == _FAILED:
+            raise ValueError(f"rank {self.link.peer} refused it: {_text(said)}")
 
     def move(self):
         link = self.link
-        link.get(link.wait)  # it is there
+        theirs = json.loads(_text(link.get(link.wait)[1]))  # it is there
         kind = _BYTES
         while kind == _BYTES:
-            kind, data = link.alive(self.queue)
-            link.put(kind, data)
+            kind, x = link.alive(self.queue)
+            if kind == _BYTES:
+                link.way = _way(_place(x.device), theirs, link.backend)
+                self.writer.put(x, None if link.way == "host" else self.beside)
+            elif kind == _END:
+                self.writer.close()
+            self.flush()
+        self.tells = False
+        link.put(kind, x)
         if kind == _END:
-            kind, said = link.answer()
-            if kind == _FAILED:
-                raise ValueError(f"rank {link.peer} refused it: {said.decode()}")
+            self.heard(*link.answer())
 
 
 class _Receiver(_Side):
-    "A file that gives the bytes that came."
+    "A file that gives the bytes that came, and the buffers that came beside them."
 
-    def __init__(self, link):
-        super().__init__(link)
+    def __init__(self, link, device):
+        super().__init__(link, device)
         self.held, self.over, self.verdict = memoryview(b""), False, queue.Queue()
+
+    def _next(self):
+        out = None if self.over else self.queue.get()
+        self.over = out is None
+        if self.over and self.error is not None:
+            raise self.error
+        return out
 
     def read(self, n: int) -> bytes:
         "At most n bytes; none at the end."
-        if not len(self.held) and not self.over:
-            data = self.queue.get()
-            self.over, self.held = data is None, memoryview(data or b"")
-        if self.over and self.error is not None:
-            raise self.error
+        if not len(self.held) and (data := self._next()) is not None:
+            if not isinstance(data, memoryview):
+                raise ValueError(f"bytes expected, got a buffer of {len(data)}")
+            self.held = data
         out, self.held = bytes(self.held[:n]), self.held[n:]
         return out
+
+    def buffer(self, n: int) -> torch.Tensor:
+        "The next n bytes that came beside."
+        parts = []
+        while (left := n - sum(map(len, parts))) > 0:
+            x = self._next()
+            if not torch.is_tensor(x) or len(x) > left:
+                raise ValueError(f"a buffer of {n} bytes expected, got something else")
+            if x.is_cuda:  # another stream made it
+                x.record_stream(torch.cuda.current_stream(x.device))
+            parts.append(x)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def failed(self):
         self.queue.put(None)
 
     def move(self):
         link = self.link
-        link.put(_ALIVE, seconds=link.wait)
-        kind, data = link.answer(link.wait)
-        while kind == _BYTES:
-            self.queue.put(data)
-            kind, data = link.answer()
+        link.put(_ALIVE, bytearray(json.dumps(_place(self.device)).encode()), link.wait)
+        kind, x = link.answer(link.wait, self.device)
+        while kind in (_BYTES, _TENSOR, _HANDLE):
+            if kind == _HANDLE:
+                there = _opened(_text(x), self.device)
+                x = there.clone()
+                torch.cuda.current_stream(self.device).synchronize()
+                del there  # which the sender may now write to
+                link.put(_ALIVE)
+            self.queue.put(memoryview(x.numpy()) if kind == _BYTES else x)
+            kind, x = link.answer(device=self.device)
+        self.tells = False
         if kind == _FAILED:
-            raise ConnectionError(f"rank {link.peer} gave up: {data.decode()}")
+            raise ConnectionError(f"rank {link.peer} gave up: {_text(x)}")
         self.queue.put(None)
         link.put(*link.alive(self.verdict))
 
 
-def _words(error) -> bytes:
-    return f"{type(error).__name__}: {error}"[:500].encode()
+def _words(error) -> bytearray:
+    return bytearray(f"{type(error).__name__}: {error}"[:500].encode())
+
+
+def _text(x: torch.Tensor) -> str:
+    return x.numpy().tobytes().decode()
 
 
 @contextmanager
-def _stream(peer, header, group, patience, wait):
-    "A writer whose bytes are sent; whatever is raised inside ends the stream for both."
-    sender = _Sender(_Link(peer, group, patience, wait))
-    writer = Writer(sender, header, entropy=False)
+def _stream(peer, device, header, group, patience, wait):
+    "What sends layers; whatever is raised inside ends the stream for both."
+    sender = _Sender(_Link(peer, group, patience, wait), device, header)
     sender.start()
     try:
-        yield sender, writer
-        writer.close()
-        sender.flush()
+        yield sender
         sender.queue.put((_END, b""))
     except BaseException as error:
         sender.queue.put((_FAILED, _words(error)))
@@ -223,10 +330,11 @@ def send(
     if not single:
         checks.instance(cache, "cache", TurboQuantCache)
     states, header = ([state_of(cache)], {}) if single else cache.states()
-    with _stream(peer, header, group, patience, wait) as (sender, writer):
+    place = states[0][0]["start"].device
+    with _stream(peer, place, header, group, patience, wait) as sender:
         for state in states:
-            writer.layer(*state)
-            sender.flush()
+            sender.add(*state)
+            sender.drain()
     return sender.link.nbytes
 
 
@@ -237,7 +345,7 @@ def sending(
     group=None,
     patience: float = 1.0,
     wait: float = 60.0,
-):  # -> what has `nbytes`
+):  # -> what has `nbytes` and `way`: "host", "ipc" or "nccl"
     """While a pass of the model runs in this block, each layer is sent when it was read. Raises
     as `send`, in the midst of a pass too, of which the cache then forgets what it took; and
     ValueError if a layer got tokens after it was sent, or none."""
@@ -252,15 +360,14 @@ def sending(
                 break
             x.make_growing()
             try:
-                writer.layer(*state_of(x.store))
+                sender.add(*state_of(x.store))
             except ConnectionError as error:
                 broken.append(error)
                 raise
-            sender.flush()
             sent.append(x.held)
 
     layers = (m for m in model.modules() if type(getattr(m, "layer_idx", None)) is int)
-    with _stream(peer, header_of(cache), group, patience, wait) as (sender, writer):
+    with _stream(peer, model.device, header_of(cache), group, patience, wait) as sender:
         try:
             with hooked(*(After(m, after) for m in layers)):
                 yield sender.link
@@ -285,22 +392,23 @@ def receive(
 ):  # a TurboQuantCache or a KVStore
     """What a process sends. Raises ConnectionError if that is lost or gave up, ValueError for
     another model's cache."""
-    receiver = _Receiver(_Link(peer, group, patience, wait))
+    if device is None:
+        device = getattr(model_or_config, "device", "cpu")
+    receiver = _Receiver(_Link(peer, group, patience, wait), device)
     receiver.start()
     try:
-        reader = Reader(receiver, f"the stream from rank {peer}")
+        reader = Reader(receiver, f"the stream from rank {peer}", beside=receiver.buffer)
         single = "model_type" not in reader.header
         if single != (model_or_config is None):
             want = "a store: give no model" if single else "a cache: give the model it is for"
             raise ValueError(f"{reader.path} holds {want}")
-        if device is None:
-            device = getattr(model_or_config, "device", "cpu")
+        layers = reader.layers(device=device)
         if single:
-            (state,) = reader.layers()
+            (state,) = layers
             out = store_of(*state, device, max_length)
         else:
             more = reader.header, model_or_config, device, reader.path, max_length
-            out = TurboQuantCache.from_states(reader.layers(), *more)
+            out = TurboQuantCache.from_states(layers, *more)
     except BaseException as error:
         receiver.verdict.put((_FAILED, _words(error)))
         receiver.join()
