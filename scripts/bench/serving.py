@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from plan import Plan
@@ -313,7 +314,8 @@ def rows(a, kinds):
                 if i % a.together == 0:
                     group = engines[i : i + a.together]
                     for each in group:
-                        each.go_on()
+                        with suppress(OSError):  # it has ended, and says so when its turn comes
+                            each.go_on()
                     started = {each.kind: each.start(min(a.seconds, left())) for each in group}
                 if started[engine.kind]:
                     yield started[engine.kind]

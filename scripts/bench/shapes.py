@@ -329,13 +329,14 @@ def gate(a, models: dict):
         errors = {kind_of(x): apart(model, near, x, 2) for x in firsts(infos)}
         found[name] = errors | {"equal tokens": equal}
     limit = 2e-2 if DEVICE == "cuda" else 1e-4
-    good = all(x["equal tokens"] and max(v for v in x.values()) <= 1 for x in found.values())
-    worst = max(v for x in found.values() for k, v in x.items() if k != "equal tokens")
+    good = all(x["equal tokens"] for x in found.values())
+    errors = [v for x in found.values() for k, v in x.items() if k != "equal tokens"]
+    good = good and all(v < limit for v in errors)  # of each: max may pass over a NaN
     text = (
         "a small model of each class writes the tokens of DynamicCache where all are exact; "
         f"attention of each kind against the reference in fp64 on the same codes, below {limit}"
     )
-    return {"cmd": text, "value": worst, "found": found, "passed": good and worst < limit}
+    return {"cmd": text, "value": max(errors), "found": found, "passed": good}
 
 
 # --- rows

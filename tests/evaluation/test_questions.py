@@ -234,10 +234,14 @@ def test_schemas_ask_for_valid_objects_with_named_properties(tmp_path):
         json.dumps(own | {"properties": {"a": {"title": "x" * 6000}}}).encode(),
     )
     bodies = {f"b{i}": x for i, x in enumerate(bad)}
-    schemas_wheel(tmp_path, **bodies, good=json.dumps(good).encode())
+    deep = own | {"properties": {"in": {"$ref": "#"}}}
+    bodies |= {"good": json.dumps(good).encode(), "deep": json.dumps(deep).encode()}
+    schemas_wheel(tmp_path, **bodies)
     task = TASKS["schemas"]
-    (item,) = task.items(tmp_path, None, "all")
-    assert item.number == "good.size" and "at least size:" in item.ask
+    items = {x.number: x for x in task.items(tmp_path, None, "all")}
+    item, judge = items.pop("good.size"), items.pop("deep.in").judge
+    assert not items and "at least size:" in item.ask
+    assert judge('{"in": {}}', []) and not judge('{"in": ' * 300 + "{}" + "}" * 300, [])
     assert item.judge('Here: {"size": 2, "x": [{}]} and {', [])
     for wrong in ("", "{", "[]", '{"size": 0}', '{"size": "2"}', '{"x": 2}', '{} {"size": 2}'):
         assert not item.judge(wrong, []), wrong

@@ -439,6 +439,8 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
 
         def go_on(self):
             log.append(f"go {self.kind} {self.gib}")
+            if self.kind == "late":
+                raise BrokenPipeError
 
         def start(self, seconds):
             return None if self.kind == "late" else dict(kind=self.kind, what="start")
@@ -456,14 +458,16 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
     a = SimpleNamespace(kinds=["bf16", "red", "k3v3-128", "late"], cache_gib=[4, 3, 2, 1])
     a.until, a.seconds, a.least, a.gpus, a.together = 10**6, 9, 0, 1, 2
     a.turn = str(tmp_path / "turn")
-    got = [*serving.rows(a, ["bf16", "k3v3-128", "late"])]
-    assert log[3:] == [
+    got = [*serving.rows(a, ["bf16", "k3v3-128", "late", "fp8"])]
+    assert log[4:] == [
         "go bf16 4",
         "go k3v3-128 2",
         "measure bf16",
         "measure k3v3-128",
         "go late 1",
+        "go fp8 None",
         "measure late",
+        "measure fp8",
     ]
     assert [(r["kind"], r["what"]) for r in got] == [
         ("bf16", "start"),
@@ -471,6 +475,8 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
         ("k3v3-128", "start"),
         ("k3v3-128", "token"),
         ("late", "no token"),
+        ("fp8", "start"),
+        ("fp8", "token"),
     ]
     a.least = 10**7
     assert not [*serving.rows(a, ["bf16"])], "no time is left"

@@ -351,13 +351,15 @@ def two_bits():
 
 
 def moved():
-    found = dict(cache="k3v3", way="during", tokens=8192)
-    there, host = (
-        f"{1000 * one('transfer/h100', by=by, **found)['p50']:.0f} ms" for by in ("ipc", "host")
+    host, bf16_host, inside, bf16_inside = (
+        f"{one('transfer/h100', by=by, cache=cache, way=way, tokens=8192)['whole']:.2f}"
+        for by in ("host", "ipc")
+        for cache, way in (("k3v3", "during"), ("uncompressed", "after"))
     )
     yield (
-        "where both share an H100, the cache of 8,192 tokens of an 8B model's shape is there "
-        f"{there} after they are read, {host} through the host's memory"
+        "to read and hand over 8,192 tokens of an 8B model's shape takes "
+        f"{host} s through an H100's host, {bf16_host} in bf16; inside the GPU {inside} and "
+        f"{bf16_inside}"
     )
 
 

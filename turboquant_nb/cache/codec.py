@@ -360,13 +360,24 @@ class Flat:
 
     def scatter(self, buffer: Tensor) -> dict:  # {name: tensor}
         "The inverse: new tensors, where the buffer is."
-        tensors = self.named(buffer[: self.head].clone())
-        for name, (dtype, shape) in self.kinds.items():
-            if name not in tensors:
-                tensors[name] = torch.empty(shape, dtype=dtype, device=buffer.device)
+        tensors = self.empty(buffer.device) | self.named(buffer[: self.head].clone())
         for t, held in self._tiles(tensors, buffer):
             t.copy_(held)
         return tensors
+
+    def empty(self, device="cpu") -> dict:
+        "Tensors that nothing was written to."
+        make = lambda dtype, shape: torch.empty(shape, dtype=dtype, device=device)
+        return {name: make(*kind) for name, kind in self.kinds.items()}
+
+    def places(self, tensors: dict):  # lists of uint8 arrays
+        "Where what each record holds lies in tensors of the CPU, in order."
+        yield [tensors[x.name].view(-1).view(torch.uint8).numpy() for x in self.small]
+        for _, blocks, _, spans in self.runs:
+            of = lambda name: tensors[name].flatten(0, 1).flatten(2).view(torch.uint8).numpy()
+            each = [(of(x.name), x.lo, (x.hi - x.lo) // blocks) for x in spans]
+            for i in range(blocks):
+                yield [t[:, lo + i * n : lo + (i + 1) * n] for t, lo, n in each]
 
     def records(self):  # (kind, first tile, tiles, [(what leads, name, at, size)])
         "What each record holds, in order."
@@ -818,7 +829,7 @@ class Reader:
 
     def _plain(self, i: int, layer: _Layer, device: torch.device) -> tuple:
         "A layer that was neither squeezed nor written coarse first."
-        flat, came = layer.flat, []
+        flat = layer.flat
         self.ahead = _, kind, *_ = self.record()
         on_gpu = device.type == "cuda"
         if kind == BUFFER and self.beside:
@@ -827,33 +838,48 @@ class Reader:
                 raise self._not(f"layer {i} must be a buffer of {flat.nbytes} bytes")
             buffer = self.beside(flat.nbytes)
         else:
-            for kind, a, tiles, spans in flat.records():
-                _, *got, data = self.record()
-                if got != [kind, i, a, tiles]:
-                    raise self._not(f"record {[kind, i, a, tiles]} expected, got record {got}")
-                if (size := sum(lead + n for lead, *_, n in spans)) != len(data):
-                    few = f"{len(data)} bytes cannot hold tensors of {size}"
-                    raise ValueError(f"{self.path}: layer {i} cannot be decoded ({few})")
-                came.append((spans, data))
-            # all bytes are there, so that as many are given room
+            came, to_come = self._records(i, flat), flat.nbytes - flat.head
+            if self.size is None or self.size - self.at < to_come:
+                came = iter([*came])  # all bytes are there before as many are given room
+            if device.type == "cpu":  # no buffer between: a layer is held twice at most
+                tensors = flat.empty()
+                for places in flat.places(tensors):
+                    self._fill(places, *next(came))
+                self._check_frame(i, layer, tensors)
+                return tensors, layer.state
             buffer = torch.empty(flat.nbytes, dtype=torch.uint8, pin_memory=on_gpu)
-            for spans, data in came:
-                self._fill(buffer.numpy(), spans, data)
-            came.clear()
+            for _, _, _, spans in flat.records():
+                places = [buffer[at : at + size].numpy() for *_, at, size in spans]
+                self._fill(places, *next(came))
         small = flat.named(buffer[: flat.head].cpu())
-        if _frames(small) != layer.frame:
-            raise self._not(f"layer {i}: the frame is not the one that was written")
+        self._check_frame(i, layer, small)
         tensors = flat.scatter(buffer.to(device, non_blocking=on_gpu))
         own = {n: t.clone() for n, t in small.items() if "." not in n}  # what hosts count by
         return tensors | own, layer.state
 
-    def _fill(self, buffer: np.ndarray, spans: list, data) -> None:
+    def _records(self, i: int, flat: Flat):  # (spans, bytes)
+        "What a layer's tensors are cut into."
+        for kind, a, tiles, spans in flat.records():
+            _, *got, data = self.record()
+            if got != [kind, i, a, tiles]:
+                raise self._not(f"record {[kind, i, a, tiles]} expected, got record {got}")
+            if (size := sum(lead + n for lead, *_, n in spans)) != len(data):
+                few = f"{len(data)} bytes cannot hold tensors of {size}"
+                raise ValueError(f"{self.path}: layer {i} cannot be decoded ({few})")
+            yield spans, data
+            del data  # before the next one is read
+
+    def _check_frame(self, i: int, layer: _Layer, small: dict) -> None:
+        if _frames(small) != layer.frame:
+            raise self._not(f"layer {i}: the frame is not the one that was written")
+
+    def _fill(self, places: list, spans: list, data) -> None:
         at = 0
-        for lead, name, where, size in spans:
+        for place, (lead, name, _, size) in zip(places, spans):
             if lead and data[at]:
                 raise self._not(f"{name} has the form {data[at]} in a plain layer")
             at += lead
-            buffer[where : where + size] = np.frombuffer(data, np.uint8, size, at)
+            place[...] = np.frombuffer(data, np.uint8, size, at).reshape(place.shape)
             at += size
 
     def _take(self, kind: int, i: int, a: int, take) -> None:

@@ -582,7 +582,7 @@ def _schemas(rows, tokenizer):
     try:
         checks = importlib.import_module("jsonschema")
     except ImportError as error:
-        raise ImportError("the task schemas needs a package: pip install jsonschema") from error
+        raise ImportError("schemas needs jsonschema: pip install jsonschema") from error
     how = "Write one JSON object, and nothing else, that is valid under this schema"
     for key, text in rows:
         try:
@@ -600,7 +600,10 @@ def _schemas(rows, tokenizer):
 
             def judge(text, tokens, valid=kind(schema).is_valid, part=part):
                 got = first_object(text)
-                return got is not None and set(part) <= set(got) and valid(got)
+                try:
+                    return got is not None and set(part) <= set(got) and valid(got)
+                except RecursionError:  # objects of objects, hundreds deep
+                    return False
 
             ask = f"{how} and has at least {', '.join(part)}:\n{text}"
             yield Item(f"{key[:16]}.{part[0]}", ask, judge)
