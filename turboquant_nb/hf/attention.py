@@ -291,7 +291,10 @@ def _by_codes(call: AttentionCall) -> Tensor:
     rule, lse = _rule(layer, call, ask), call.sink is not None
     ours = Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
     if layer.by_device:
-        return with_sinks(*layer.captured.attend(ours), call.sink, need_lse=False).out
+        answer = layer.captured.attend(ours)
+        if call.sink is None:
+            return answer.out
+        return with_sinks(*answer, call.sink, need_lse=False).out
     plain = mask is None and bias is None
     if plain and demanded != "torch" and (again := ops.attend_again(ours)) is not None:
         return _served(call, "triton", again)
@@ -311,6 +314,8 @@ def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:
     layer.calls[ops.BACKENDS[name].served] += 1
     layer.backends[name] += 1
     layer.free(call.key.first)
+    if call.sink is None:
+        return answer.out
     return with_sinks(*answer, call.sink, need_lse=False).out
 
 # %% ../../nbs/52_hf_attention.ipynb #614d6c52
