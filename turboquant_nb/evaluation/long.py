@@ -190,11 +190,10 @@ def new_cache(
 
 
 def _answered(model, tokenizer, items: list, candidate, *how) -> tuple:
-    "([(number, judge, answer)] of a batch, bits per value)."
+    "([(number, judge, answer)] of a batch of tokens, or of conversations; bits per value)."
     if not isinstance(items[0].ask, tuple):
-        cache, prompts = new_cache(model, candidate), []
-        prompts += [prompt_tokens(tokenizer, x.ask) for x in items]
-        got = generated(model, tokenizer, prompts, cache, *how)
+        cache = new_cache(model, candidate)
+        got = generated(model, tokenizer, [x.ask for x in items], cache, *how)
         each = [(x.number, x.judge, answer) for x, answer in zip(items, got)]
         return each, float(bits_per_value(cache, model, len(items)))
     each, bits = [], []
@@ -229,9 +228,12 @@ def ask(
     """Ask all items on one cache. Those whose prompts and answers exceed the context are left
     out. A batch of conversations is held one after the other."""
     room, name, sizes = longest_context(model.config), candidate and candidate.name, {}
+    talk = lambda x: isinstance(x.ask, tuple)
+    tokens = lambda ask: prompt_tokens(tokenizer, ask)
+    items = [x if talk(x) else x._replace(ask=tokens(x.ask)) for x in items]
     for x in items:
-        each = x.ask if isinstance(x.ask, tuple) else [x.ask]
-        sizes[x.number] = sum(len(prompt_tokens(tokenizer, m)) + task.most for m in each)
+        each = map(tokens, x.ask) if talk(x) else [x.ask]
+        sizes[x.number] = sum(len(ids) + task.most for ids in each)
     fit = [x for x in items if sizes[x.number] <= room]
     fit.sort(key=lambda x: (sizes[x.number], x.number))
     answers, bits, seconds = {}, [], 0.0

@@ -443,9 +443,8 @@ class CodedAttention:
     ):
         if not rule.causal:
             raise ValueError("blocks are attended to in order")
-        if rule.sinks is not None and list(rule.sinks.shape) != [query_heads]:
-            got = list(rule.sinks.shape)
-            raise ValueError(f"sinks must have shape [{query_heads}], got {got}")
+        if rule.sinks is not None:
+            checks.shape(rule.sinks, "sinks", query_heads)
         key, value, cell, center = codes.key, codes.value, codes.cell, codes.center
         kernels = key.device.type == "cuda" if kernels is None else kernels
         self.plan = CellPlan(key, value, cell.tokens, center) if kernels else None
