@@ -659,6 +659,54 @@ def test_generate_replays_its_steps():
     assert "forward" not in model.__dict__
 
 
+def replayed_by(model, attention):
+    "Steps of a model are replayed, coded by the kernel and attended to by this one."
+    from functools import partial
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    make = partial(TurboQuantCache, model, "k3v3", max_length=600)
+    r = same_tokens(model, prompts(2, 250), make)[1].report()
+    assert r["graphs"]["replayed"] >= 21 and not r["graphs"]["why_not"], r["graphs"]
+    want = {"coding": [("triton", "")], "attention": [(attention, "")]}
+    assert r["captured_by"] == want and r["reasons"] == {}, r["captured_by"]
+
+
+def test_steps_of_wide_heads_are_replayed():
+    sizes = dict(head_dim=512, num_attention_heads=8, num_key_value_heads=1)
+    replayed_by(llama(torch.bfloat16, layers=4, **sizes), "triton")
+
+
+def test_steps_of_latents_are_replayed():
+    import transformers
+
+    config = transformers.Mistral4Config(
+        vocab_size=128,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        first_k_dense_replace=3,  # no experts
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=64,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        head_dim=96,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.Mistral4ForCausalLM(config).eval().to(DEVICE, torch.bfloat16)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.08)
+    replayed_by(model, "latents")
+
+
 def test_a_replayed_step_waits_for_nothing_and_is_faster():
     """The runner's share of a step has no wait for the device; and the whole generate() with
     graphs takes less time than without."""
