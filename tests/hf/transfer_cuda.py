@@ -155,8 +155,10 @@ if __name__ == "__main__":
     for side in sides:
         side.start()
     until = time.monotonic() + 90
-    for side in sides[:2]:
-        side.join(max(1, until - time.monotonic()))
+    while time.monotonic() < until and any(side.is_alive() for side in sides[:2]):
+        if any(side.exitcode for side in sides[:2]):  # the other would wait for it
+            break
+        time.sleep(0.02)
     for side in sides:
         side.kill()
         side.join()

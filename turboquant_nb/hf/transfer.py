@@ -315,7 +315,11 @@ class _Receiver(_Side):
         kind, x = link.answer(link.wait, self.device)
         while kind in (_BYTES, _TENSOR, _HANDLE):
             if kind == _HANDLE:
-                there = _opened(_text(x), self.device)
+                try:
+                    there = _opened(_text(x), self.device)
+                except RuntimeError as error:
+                    said = str(error).splitlines()[0][:200]
+                    raise ConnectionError(f"rank {link.peer} was lost: {said}") from None
                 x = there.clone()
                 torch.cuda.current_stream(self.device).synchronize()
                 del there  # which the sender may now write to
