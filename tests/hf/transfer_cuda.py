@@ -1,5 +1,5 @@
-"""Four processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU GPU, which even and
-odd ranks have. 0 sends to 1; then 1 receives from 2, which is killed, and 0 sends to 3, which
+"""Four processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU GPU, of even and
+odd ranks. 0 sends to 1; then 1 receives from 2, which is killed, and 0 sends to 3, which
 stops, each at the second buffer of a GPU; then 0 sends to 1 again."""
 
 import json
