@@ -20,7 +20,7 @@ variance over the heads of some layers, on other text, entropy coded. "k3v3, the
 prefix of a cache that was coded before. "KVTC's way" is the paper's: all layers and heads of a
 side at once, unweighted, whole bits for each direction by the variance of other text, DEFLATE;
 steps are those of the best uniform quantiser of a normal value. Its 128 exact recent tokens, an
-eighth of such a prompt, are left out. "CacheGen" has the steps of LMCache's: by token, 32 in the
+eighth of such a prompt, are left out. "CacheGen" has the steps of LMCache: by token, 32 in the
 keys of the first 10 layers and the values of 2, 16 behind; each channel is entropy coded by our
 coder."""
 
