@@ -1,6 +1,6 @@
-"""Four processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU GPU, of even and
-odd ranks. 0 sends to 1; then 1 receives from 2, which is killed, and 0 sends to 3, which
-stops, each at the second buffer of a GPU; then 0 sends to 1 again. No kernel is compiled."""
+"""One of four processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU RANK. 0 sends
+to 1; then 1 receives from 2, which is killed, and 0 sends to 3, which stops, each at the second
+buffer of a GPU; then 0 sends to 1 again. No kernel is compiled."""
 
 import json
 import os
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.cache.codec import KVStore
@@ -131,8 +130,8 @@ def loses(rank, folder, groups, model, ids, found):
 
 
 @torch.no_grad()
-def main(rank, folder, group, gpus):
-    device = torch.device("cuda", gpus[rank % 2])
+def main(folder, group, gpu, rank):
+    device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     dist.init_process_group(group, f"file://{folder}/group", rank=rank, world_size=4)
     groups, plain = {p: dist.new_group(list(p)) for p in PAIRS}, dist.new_group(backend="gloo")
@@ -156,17 +155,4 @@ def main(rank, folder, group, gpus):
 
 
 if __name__ == "__main__":
-    folder, group, *gpus = sys.argv[1:]
-    context, about = mp.get_context("spawn"), (Path(folder), group, [*map(int, gpus)])
-    sides = [context.Process(target=main, args=(r, *about)) for r in range(4)]
-    for side in sides:
-        side.start()
-    until = time.monotonic() + 90
-    while time.monotonic() < until and any(side.is_alive() for side in sides[:2]):
-        if any(side.exitcode for side in sides[:2]):  # the other would wait for it
-            break
-        time.sleep(0.02)
-    for side in sides:
-        side.kill()
-        side.join()
-    sys.exit(not all((Path(folder) / f"found-{r}").exists() for r in range(2)))
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
