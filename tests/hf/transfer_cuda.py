@@ -1,6 +1,6 @@
-"""One of four processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU RANK. 0 sends
-to 1; then 1 receives from 2, which is killed, and 0 sends to 3, which stops, each at the second
-buffer of a GPU; then 0 sends to 1 again. No kernel is compiled."""
+"""One of four processes that hold caches on GPUs: transfer_cuda.py FOLDER GROUP GPU RANK. 0
+sends to 1; then 1 receives from 2, which is killed, and 0 sends to 3, which stops, each at the
+second buffer of a GPU; then 0 sends to 1 again. No kernel is compiled."""
 
 import json
 import os
