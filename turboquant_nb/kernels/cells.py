@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from . import checks
+from .. import checks
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Exact, Requests
 from turboquant_nb.kernels.decode import (
