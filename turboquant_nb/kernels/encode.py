@@ -1139,6 +1139,7 @@ def _short_kernel(
     takes; sides with a table are done in step 1."""
     if PDL:
         tl.extra.cuda.gdc_wait()  # it was launched before the kernel before it had ended
+        tl.extra.cuda.gdc_launch_dependents()  # the attention does so, too
     if STATIC:
         first = tl.load(POSITION)
     shared = (START, COS_SIN, heads, rows, first, base, n, tiles, limit)
