@@ -77,8 +77,7 @@ def build(
             options,
         )
     m, options = config or kernel._short_config(d, capability >= 90)
-    more = {"M": m, "sinks": 4, "ring": 64, "STEP": step, "PDL": capability >= 90}
-    more |= {"n": 1} if n == 1 else {}
+    more = {"M": m, "sinks": 4, "ring": 64, "STEP": step} | ({"n": 1} if n == 1 else {})
     return compiled(kernel._short_kernel, shared | more, dtype, capability, options)
 
 

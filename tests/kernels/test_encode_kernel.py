@@ -972,7 +972,6 @@ def test_arguments_stand_where_the_kernels_have_them():
                 "STATIC",
                 "WIDE",
                 "STEP",
-                "PDL",
             ],
         ),
         (kernel.LongSide, kernel._encode_kernel, None),

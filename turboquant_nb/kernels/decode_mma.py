@@ -1331,8 +1331,6 @@ def _decode_kernel(
         bh, out_row, mean_at = b * heads + h, out_row * Q, h
         base = bh * blocks + block
     else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()  # it was launched before the append had ended
         pid = gl.program_id(0)
         split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
         b, h, base, nobody, mean_at = bh // heads, bh % heads, bh * blocks + block, False, bh
@@ -1849,9 +1847,9 @@ def mma_attention(
         | (dict(BIAS="bias") if biased else {})
         | (dict(FAR="far_angles") if fused else {})
     )
-    options = options | ({"launch_pdl": True} if pdl else {})
-    programs = s.batch * s.heads * blocks * splits
-    launches.append(_mma_launcher(programs, named, slots, num_warps=1, **options))
+    launches.append(
+        _mma_launcher(s.batch * s.heads * blocks * splits, named, slots, num_warps=1, **options)
+    )
     out, lse, last = combine(x, s, shared, parts, fast, pdl)
     shapes = dict(parts=parts.out.shape, lse_parts=parts.lse.shape)
     shapes |= ({"bias": bias.shape} if biased else {}) | (

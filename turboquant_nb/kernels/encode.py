@@ -1133,13 +1133,9 @@ def _short_kernel(
     STATIC: tl.constexpr,
     WIDE: tl.constexpr,
     STEP: tl.constexpr = 0,
-    PDL: tl.constexpr = False,
 ):
     """STEP 1 leaves vectors of a code by windows to the search for their symbols, which step 2
     takes; sides with a table are done in step 1."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()  # it was launched before the kernel before it had ended
-        tl.extra.cuda.gdc_launch_dependents()  # the attention does so, too
     if STATIC:
         first = tl.load(POSITION)
     shared = (START, COS_SIN, heads, rows, first, base, n, tiles, limit)
@@ -1478,9 +1474,7 @@ class _AppendPlan:
             _SidePlan(q, dtype, device, r, self.room) for q, r in zip(qs, (rope, 0))
         )
         self.chained = bool(self.key.code or self.value.code)
-        gpu = device_properties(device)
-        self.rows, self.options = _short_config(self.room, gpu.roomy)
-        self.pdl = gpu.dependent and not _interpreted()
+        self.rows, self.options = _short_config(self.room, device_properties(device).roomy)
         self.fixed = (
             self.key.constants,
             self.value.constants,
@@ -1543,16 +1537,15 @@ class _AppendPlan:
         )
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
         launched, kernels = [], ready or []
-        options = self.options | ({"launch_pdl": True} if self.pdl else {})
         for step in (1, 2) if self.chained else (0,):
             if step == 2:
                 launched += self.search(room, b * h * n)
             if ready is None:
-                kernels.append(_short_kernel[grid](*args, step, self.pdl, **options))
+                kernels.append(_short_kernel[grid](*args, step, **self.options))
             else:
                 kernel = kernels[max(0, step - 1)]
-                kernel[grid](*args, step, self.pdl)
-                launched.append((kernel, grid, (*args, step, self.pdl)))
+                kernel[grid](*args, step)
+                launched.append((kernel, grid, (*args, step)))
         if kernels[0] is not None:  # there is an interpreter, too
             self.ready[name] = kernels
         return None if ready is None else (launched, room)
