@@ -6,6 +6,7 @@ import torch
 
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -139,5 +140,5 @@ def held(recipe, k, v, room=None):
     )
     step = max(256, 2**21 // (batch * d))  # whatever the heads: a first chunk's mean is its own
     for i in range(0, tokens, step):
-        store.append(k[:, :, i : i + step], v[:, :, i : i + step])
+        ops.append(store, k[:, :, i : i + step], v[:, :, i : i + step])
     return store

@@ -51,6 +51,8 @@ from turboquant_nb.kernels.encode import (
     _quantizer_tables,
     _rotate,
     _short_config,
+    _older,
+    _planes,
     _store,
     _table,
     _wide,
@@ -266,6 +268,9 @@ def _append_side(
         if C.CHAIN == 0:
             held = _held_of(side, head, C)
             edges, levels = _table(side[4], C.BITS)
+        to = CELLS + cell[:, None]
+        planes = _planes(to + A[0], to + A[1], to + A[2], 0, 0, row, leads, C, BY_TOKEN, R)
+        older = _older(planes, C.BITS)
         word, new = tl.zeros((M, HALF), tl.int32), row * 0
         for q in range(STEPS):
             at, valid = i + q * R, leads
@@ -291,22 +296,7 @@ def _append_side(
                 word += tl.mul(
                     pair, tl.where(valid, 1 << 2 * bit, 0)[:, None], sanitize_overflow=False
                 )  # bit 31 is a code's
-        to = CELLS + cell[:, None]
-        _store(
-            P0=to + A[0],
-            P1=to + A[1],
-            P2=to + A[2],
-            word=word,
-            at=0,
-            old=0,
-            row=row,
-            keep=255 - new,
-            mask=leads,
-            C=C,
-            BY_TOKEN=BY_TOKEN,
-            R=R,
-            WHOLE=False,
-        )
+        _store(planes, word, older, 255 - new, C.BITS, False)
 
 
 @triton.jit(do_not_specialize=["tokens"])

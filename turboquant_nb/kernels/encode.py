@@ -394,7 +394,7 @@ def _measure(lo, hi, edges, levels, factor, C: tl.constexpr, WIDE: tl.constexpr)
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
     MODE: tl.constexpr = C.MODE  # 0 norm, 1 least squares, 2 unbiased
-    power = tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)
+    power = tl.sum(lo * lo + hi * hi, 1)  # a sum is a journey through all warps
     scale = tl.sqrt(power / D)
     l_lo = _level(lo, scale[:, None], edges, levels, BITS)
     l_hi = _level(hi, scale[:, None], edges, levels, BITS)
@@ -403,9 +403,9 @@ def _measure(lo, hi, edges, levels, factor, C: tl.constexpr, WIDE: tl.constexpr)
         if D < 2 * HALF:
             real = (tl.arange(0, HALF) < D // 2)[None, :]
             l_lo, l_hi = tl.where(real, l_lo, 0.0), tl.where(real, l_hi, 0.0)
-        dot = tl.sum(tl.abs(lo) * l_lo, 1) + tl.sum(tl.abs(hi) * l_hi, 1)
+        dot = tl.sum(tl.abs(lo) * l_lo + tl.abs(hi) * l_hi, 1)
         if MODE == 1:
-            scale = dot / (tl.sum(l_lo * l_lo, 1) + tl.sum(l_hi * l_hi, 1))
+            scale = dot / tl.sum(l_lo * l_lo + l_hi * l_hi, 1)
         else:
             scale = tl.where(power == 0, 0.0, power / dot)
     scale *= factor
@@ -432,52 +432,61 @@ def _bit_bytes(word, SHIFT: tl.constexpr):
 
 # %% ../../nbs/40_encode.ipynb #a260e01a
 @triton.jit
-def _put(at, byte, keep, mask, WHOLE: tl.constexpr):
-    "Store bytes; unless the whole tile is new, keep the slots of older tokens."
-    if not WHOLE:
-        byte = byte | (tl.load(at, mask=mask, other=0).to(tl.int32) & keep)
-    tl.store(at, byte.to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _store(
-    P0,
-    P1,
-    P2,
-    word,
-    at,
-    old,
-    row,
-    keep,
-    mask,
-    C: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    R: tl.constexpr,
-    WHOLE: tl.constexpr,
+def _planes(
+    P0, P1, P2, at, old, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
 ):
-    """Words to planes, in tile `at`; tile `old` in a plane that decays, which lacks its first
-    tiles."""
+    """Where the bytes of these rows lie: in tile `at`, in tile `old` of a plane that decays,
+    which lacks its first tiles; and which there are."""
     D: tl.constexpr = C.D
     BITS: tl.constexpr = C.BITS
-    HALF: tl.constexpr = C.HALF
     N: tl.constexpr = D // 2
-    j, row, keep = tl.arange(0, HALF)[None, :], row[:, None], keep[:, None]
-    mask = (j < N) & mask[:, None]
+    j, row = tl.arange(0, C.HALF)[None, :], row[:, None]
     if BY_TOKEN:
         base, bit, upper = j * R + row, j * R + row, N * R
     else:
         base, bit, upper = row * D + j, row * N + j, N
+    places = (P0 + at * (R * D) + base, P0 + at * (R * D) + base + upper)
     if BITS == 1:
-        _put(P0 + at * (R * N) + bit, _bit_bytes(word, 0), keep, mask, WHOLE)
+        places = (P0 + at * (R * N) + bit,)
+    if BITS == 3:
+        places = places + (P1 + old * (R * N) + bit,)
+    if BITS == 4:
+        places = places + (P1 + at * (R * N) + bit, P2 + old * (R * N) + bit)
+    return places, (j < N) & mask[:, None]
+
+
+@triton.jit
+def _older(planes, BITS: tl.constexpr):
+    """The bytes that are there, side by side in a word. All are asked for before any is used:
+    one after the other, each would be a journey to memory."""
+    places, mask = planes
+    found = ()
+    for i in tl.static_range(BITS):
+        found = found + (tl.load(places[i], mask=mask, other=0).to(tl.int32),)
+    word = found[0]
+    for i in tl.static_range(1, BITS):
+        word = word | found[i] << 8 * i
+    return word
+
+
+@triton.jit
+def _store(planes, word, older, keep, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    "Words to planes; unless the whole tile is new, keep the slots of older tokens."
+    places, mask = planes
+    if BITS == 1:
+        new = _bit_bytes(word, 0)
     else:
         both = _base_bytes(word, BITS - 2)
-        _put(P0 + at * (R * D) + base, both & 255, keep, mask, WHOLE)
-        _put(P0 + at * (R * D) + base + upper, both >> 16 & 255, keep, mask, WHOLE)
+        new = both & 255 | both >> 8 & 0xFF00
     if BITS == 3:
-        _put(P1 + old * (R * N) + bit, _bit_bytes(word, 0), keep, mask, WHOLE)
+        new = new | _bit_bytes(word, 0) << 16
     if BITS == 4:
-        _put(P1 + at * (R * N) + bit, _bit_bytes(word, 1), keep, mask, WHOLE)
-        _put(P2 + old * (R * N) + bit, _bit_bytes(word, 0), keep, mask, WHOLE)
+        new = new | _bit_bytes(word, 1) << 16 | _bit_bytes(word, 0) << 24
+    if not WHOLE:
+        every = tl.mul(keep, 0x01010101, sanitize_overflow=False)  # the same for each plane
+        new = new | older & every[:, None]
+    for i in tl.static_range(BITS):
+        tl.store(places[i], (new >> 8 * i).to(tl.uint8), mask=mask)
 
 # %% ../../nbs/40_encode.ipynb #1bf6b231
 @triton.jit
@@ -551,21 +560,8 @@ def _whole(
             pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False
         )  # bit 31 is a code's
         if quarter == 3:
-            _store(
-                P0=P0,
-                P1=P1,
-                P2=P2,
-                word=word,
-                at=at,
-                old=old,
-                row=row,
-                keep=none,
-                mask=row >= 0,
-                C=C,
-                BY_TOKEN=BY_TOKEN,
-                R=R,
-                WHOLE=True,
-            )
+            planes = _planes(P0, P1, P2, at, old, row, row >= 0, C, BY_TOKEN, R)
+            _store(planes, word, (), none, BITS, True)
             word = tl.zeros((M, HALF), tl.int32)
             at, old = at + 1, old + 1
         x_at += stride
@@ -648,21 +644,8 @@ def _partial(
         )
     tl.store(FLAG + row * 0, 1, mask=~finite)
     tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
-    _store(
-        P0=P0,
-        P1=P1,
-        P2=P2,
-        word=word,
-        at=at,
-        old=old,
-        row=row,
-        keep=255 - new,
-        mask=new != 0,
-        C=C,
-        BY_TOKEN=BY_TOKEN,
-        R=R,
-        WHOLE=False,
-    )
+    planes = _planes(P0, P1, P2, at, old, row, new != 0, C, BY_TOKEN, R)
+    _store(planes, word, _older(planes, BITS), 255 - new, BITS, False)
 
 # %% ../../nbs/40_encode.ipynb #3b752378
 @triton.jit
@@ -851,11 +834,10 @@ def _encode_kernel(
 # %% ../../nbs/40_encode.ipynb #226585ab
 @triton.jit
 def _copy(
-    X_AT,
+    x,
     SINKS,
     RING,
-    START,
-    heads,
+    begin,
     bh,
     i,
     first,
@@ -867,11 +849,10 @@ def _copy(
     D: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Rows into the ring and among the sinks; where they are lost, NaN into the last token's
+    """Rows x into the ring and among the sinks; where they are lost, NaN into the last token's
     slot."""
     k = tl.arange(0, K)[None, :]
     ok, p = k < D, first + i
-    x = tl.load(X_AT[:, None] + k, mask=valid[:, None] & ok, other=0.0)
     if ring > 0:
         at = RING + (bh * ring + p % ring)[:, None] * D + k
         tl.store(at, x, mask=(valid & (i >= n - ring))[:, None] & ok)
@@ -879,7 +860,7 @@ def _copy(
         nothing = (x.to(tl.float32) * 0 + float("nan")).to(x.dtype)
         tl.store(at, nothing, mask=lost[:, None] & ok)
     if sinks > 0:
-        s = p - tl.load(START + bh // heads, mask=valid, other=0).to(tl.int32)
+        s = p - begin
         at = SINKS + (bh * sinks + s)[:, None] * D + k
         tl.store(at, x, mask=(valid & (s >= 0) & (s < sinks))[:, None] & ok)
 
@@ -919,7 +900,7 @@ def _between(ROOM, v, count, C: tl.constexpr, VALUES: tl.constexpr):
 def _chain_in(lo, hi, room, valid, D: tl.constexpr):
     "Step 1: vectors of unit variance and their units."
     vectors, _, lower, upper, ok, sums, _ = room
-    unit = tl.sqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / D)
+    unit = tl.sqrt(tl.sum(lo * lo + hi * hi, 1) / D)
     by, mask = tl.maximum(unit, 1.1754943508222875e-38)[:, None], valid[:, None] & ok
     tl.store(vectors + lower, -lo / by, mask=mask)  # the rotation comes with another sign
     tl.store(vectors + upper, -hi / by, mask=mask)
@@ -949,12 +930,20 @@ def _chain_out(room, valid, factor, C: tl.constexpr):
 
 # %% ../../nbs/40_encode.ipynb #d3649d12
 @triton.jit
-def _put_row(
-    side, shared, FLAG, found, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
-):
+def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
+    "Where the bytes of these rows lie, of which each is in a tile of its own."
+    _, _, _, _, _, _, _, truncated, P0, P1, P2, _, _, _, _ = side
+    tiles = shared[7]
+    _, bh, p, valid, _ = place
+    at = (bh * tiles + p // (4 * R))[:, None]
+    old = (bh * (tiles - truncated) + p // (4 * R) - truncated)[:, None]
+    return _planes(P0, P1, P2, at, old, p % (4 * R) % R, valid, C, BY_TOKEN, R)
+
+
+@triton.jit
+def _put_row(side, shared, FLAG, found, place, planes, older, C: tl.constexpr, R: tl.constexpr):
     "Codes and scales of these rows to their places."
-    _, _, _, _, _, _, _, truncated, P0, P1, P2, SCALE, _, _, _ = side
-    _, _, _, _, first, _, _, tiles, _ = shared
+    SCALE, first, tiles = side[11], shared[4], shared[7]
     pair, scale, finite, fitting = found
     r, bh, p, valid, lost = place
     tile, t = p // (4 * R), p % (4 * R)
@@ -964,28 +953,10 @@ def _put_row(
     )
     nothing = ((r * 0).to(tl.float32) + float("nan")).to(SCALE.dtype.element_ty)
     tl.store(SCALE + bh * tiles * (4 * R) + first - 1, nothing, mask=lost)
+    word = tl.mul(pair, (1 << 2 * slot)[:, None], sanitize_overflow=False)
+    _store(planes, word, older, 255 - (3 << slot), C.BITS, False)
     tl.store(FLAG + r * 0, 1, mask=valid & ~finite)
     tl.store(FLAG + 1 + r * 0, 1, mask=valid & ~fitting)
-    word, at = (
-        tl.mul(pair, (1 << 2 * slot)[:, None], sanitize_overflow=False),
-        (bh * tiles + tile)[:, None],
-    )
-    old = (bh * (tiles - truncated) + tile - truncated)[:, None]
-    _store(
-        P0=P0,
-        P1=P1,
-        P2=P2,
-        word=word,
-        at=at,
-        old=old,
-        row=t % R,
-        keep=255 - (3 << slot),
-        mask=valid,
-        C=C,
-        BY_TOKEN=BY_TOKEN,
-        R=R,
-        WHOLE=False,
-    )
 
 
 @triton.jit
@@ -1016,37 +987,35 @@ def _short(
     blocks = (rows + M - 1) // M
     head = tl.program_id(0) // blocks
     r = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    bh, i = (r // n).to(tl.int64) * heads + head, r % n
+    b, i = (r // n).to(tl.int64), r % n
+    bh = b * heads + head
     p, fits = first + i, first + n <= limit
     valid, lost = (r < rows) & fits, (r < rows) & (i == 0) & (first > 0) & (fits == 0)
-    x_at = X + (bh // heads) * sb + (bh % heads) * sh + i * sn
+    x_at, there = X + b * sb + head.to(tl.int64) * sh + i * sn, r < rows
     VALUES: tl.constexpr = 1 if BY_TOKEN else 0
-    if sinks + ring > 0 and STEP < 2:
-        _copy(
-            X_AT=x_at,
-            SINKS=SINKS,
-            RING=RING,
-            START=START,
-            heads=heads,
-            bh=bh,
-            i=i,
-            first=first,
-            n=n,
-            valid=valid,
-            lost=lost,
-            sinks=sinks,
-            ring=ring,
-            D=D,
-            K=2 * HALF,
-        )
+    place = (r, bh, p, valid, lost)
+    # nothing is written before all is read that does not hang on it: each wait is for memory
+    if sinks > 0 or ROPE > 0:
+        begin = tl.load(START + b, mask=there, other=0).to(tl.int32)
+    else:
+        begin = r * 0
+    if STEP < 2:
+        k = tl.arange(0, 2 * HALF)[None, :]
+        if sinks + ring > 0:
+            x = tl.load(x_at[:, None] + k, mask=there[:, None] & (k < D), other=0.0)
+        W, w_lo, w_hi = _held(W, head, C, TYPE)
+    if STEP == 0:
+        edges, levels = _table(TAB, BITS)
+    if STEP != 1:
+        planes = _row_planes(side, shared, place, C, BY_TOKEN, R)
+        older = _older(planes, BITS)
     if STEP < 2:
         K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
         k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
-        W, w_lo, w_hi = _held(W, head, C, TYPE)
-        at, cos_sin, ok = MEAN + (bh * D)[:, None], COS_SIN + (r * 0)[:, None], valid[:, None]
+        at, cos_sin, ok = MEAN + (bh * D)[:, None], COS_SIN + (r * 0)[:, None], there[:, None]
         if ROPE > 0:
-            t = p + base - tl.load(START + bh // heads, mask=valid, other=0).to(tl.int32)
-            cos_sin = COS_SIN + (tl.maximum(t, 0) * ROPE)[:, None]
+            t = tl.where(valid, tl.maximum(p + base - begin, 0), 0)
+            cos_sin = COS_SIN + (t * ROPE)[:, None]
         lo, hi = _rotate(
             at=x_at[:, None] + k,
             step=1,
@@ -1080,27 +1049,34 @@ def _short(
                 WIDE=WIDE,
             )
             lo, hi = lo - m_lo, hi - m_hi
+        if sinks + ring > 0:
+            _copy(
+                x=x,
+                SINKS=SINKS,
+                RING=RING,
+                begin=begin,
+                bh=bh,
+                i=i,
+                first=first,
+                n=n,
+                valid=valid,
+                lost=lost,
+                sinks=sinks,
+                ring=ring,
+                D=D,
+                K=2 * HALF,
+            )
     if STEP > 0:
         count = (heads * rows).to(tl.int64)
         room = _between(TAB, bh * n + i, count, C, VALUES)
     if STEP == 0:
-        edges, levels = _table(TAB, BITS)
-        pair, scale, finite, fitting = _measure(lo, hi, edges, levels, factor, C, WIDE)
+        found = _measure(lo, hi, edges, levels, factor, C, WIDE)
     elif STEP == 1:
-        _chain_in(lo, hi, room, r < rows, D)
+        _chain_in(lo, hi, room, there, D)
     else:
-        pair, scale, finite, fitting = _chain_out(room, valid, factor, C)
+        found = _chain_out(room, valid, factor, C)
     if STEP != 1:
-        _put_row(
-            side,
-            shared,
-            FLAG,
-            (pair, scale, finite, fitting),
-            (r, bh, p, valid, lost),
-            C,
-            BY_TOKEN,
-            R,
-        )
+        _put_row(side, shared, FLAG, found, place, planes, older, C, R)
 
 # %% ../../nbs/40_encode.ipynb #9df40eba
 @triton.jit(
@@ -1180,8 +1156,8 @@ def _short_kernel(
     if STATIC and STEP != 1:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
-        tl.debug_barrier()  # every warp has read POSITION
-        if tl.atomic_add(FLAG + 5, 1) == 2 * tl.num_programs(0) - 1:
+        tl.debug_barrier()  # every warp has read POSITION, and nothing else need be seen
+        if tl.atomic_add(FLAG + 5, 1, sem="relaxed") == 2 * tl.num_programs(0) - 1:
             tl.store(FLAG + 5, 0)
             tl.store(POSITION, tl.where(fits, first + n, first))
 
@@ -1498,9 +1474,7 @@ class _AppendPlan:
             _SidePlan(q, dtype, device, r, self.room) for q, r in zip(qs, (rope, 0))
         )
         self.chained = bool(self.key.code or self.value.code)
-        self.rows, self.options = _short_config(
-            max(q.d for q in qs), device_properties(device).roomy
-        )
+        self.rows, self.options = _short_config(self.room, device_properties(device).roomy)
         self.fixed = (
             self.key.constants,
             self.value.constants,
