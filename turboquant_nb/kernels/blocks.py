@@ -8,7 +8,6 @@ __all__ = ['half_asm', 'refuses', 'read_block', 'join_piece', 'look_up', 'Kernel
 # %% ../../nbs/43b_blocks.ipynb #43b00007
 from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -16,16 +15,18 @@ from torch import Tensor
 from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
-from .decode import CodeTables, Launcher, is_interpreted, padded_size
+from turboquant_nb.kernels.decode import (
+    CodeTables,
+    Launcher,
+    _code,
+    _plane_at,
+    is_interpreted,
+    padded_size,
+    tl,
+    triton,
+)
 from .encode import device_properties
 from ..quant.quantizer import Code, Coded
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # `refuses` says so
-    triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    tl = SimpleNamespace(constexpr=lambda x: x)
 
 # %% ../../nbs/43b_blocks.ipynb #43b0000b
 def half_asm(
@@ -519,11 +520,8 @@ def _look_up_kernel(
     r, j = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (j < D)
     channel = first + j if RANGE else tl.load(CHANNELS + j, mask=j < D, other=0)
-    HALF: tl.constexpr = (D + 1) // 2
-    low, upper = j % HALF, j // HALF
-    bit = tile * (R * HALF) + (low * R + r if BY_TOKEN else r * HALF + low)
-    base = bit if BITS == 1 else tile * (R * D) + (j * R + r if BY_TOKEN else r * D + j)
-    c0 = tl.load(P0 + head * s0 + base, mask=real, other=0).to(tl.int32)
+    base, bit, upper = _plane_at(tile, r, j, D, R, BY_TOKEN)
+    c0 = tl.load(P0 + head * s0 + (bit if BITS == 1 else base), mask=real, other=0).to(tl.int32)
     c1, c2 = c0, c0
     if BITS > 2:
         c1 = tl.load(P1 + head * s1 + bit, mask=real, other=0).to(tl.int32) >> upper
@@ -532,11 +530,7 @@ def _look_up_kernel(
     to = OUT + head * ob + (tile * (4 * R) + r) * width + channel
     for quarter in tl.static_range(4):
         slot = quarter % 2 * 4 + quarter // 2 * 2
-        symbol = (c0 >> (slot + upper)) & 1 if BITS == 1 else (c0 >> slot) & 3
-        if BITS > 2:
-            symbol = symbol * 2 + ((c1 >> slot) & 1)
-        if BITS > 3:
-            symbol = symbol * 2 + ((c2 >> slot) & 1)
+        symbol = _code(c0, c1, c2, slot, slot + upper if BITS == 1 else slot, BITS)
         level = tl.load(TABLE + channel * each + symbol, mask=real, other=0)
         tl.store(to + quarter * R * width, level, mask=real)
 
@@ -566,23 +560,20 @@ def _window_kernel(
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r, own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (own < D)
-    HALF: tl.constexpr = (D + 1) // 2
     windows = (0, 0, 0, 0)
     for back in tl.static_range(HELD + 1):
         j = tl.load(CHAIN + back * D + own, mask=own < D, other=-1)
-        seen, low, upper = real & (j >= 0), j % HALF, j // HALF
-        bit = tile * (R * HALF) + (low * R + r if BY_TOKEN else r * HALF + low)
-        base = bit if BITS == 1 else tile * (R * D) + (j * R + r if BY_TOKEN else r * D + j)
-        c0 = tl.load(P0 + head * s0 + base, mask=seen, other=0).to(tl.int32)
+        seen = real & (j >= 0)
+        base, bit, upper = _plane_at(tile, r, j, D, R, BY_TOKEN)
+        c0 = tl.load(P0 + head * s0 + (bit if BITS == 1 else base), mask=seen, other=0)
+        c0 = c0.to(tl.int32)
         c1 = c0
         if BITS > 2:
             c1 = tl.load(P1 + head * s1 + bit, mask=seen, other=0).to(tl.int32) >> upper
         more = ()
         for quarter in tl.static_range(4):
             slot = quarter % 2 * 4 + quarter // 2 * 2
-            symbol = (c0 >> (slot + upper)) & 1 if BITS == 1 else (c0 >> slot) & 3
-            if BITS > 2:
-                symbol = symbol * 2 + ((c1 >> slot) & 1)
+            symbol = _code(c0, c1, c1, slot, slot + upper if BITS == 1 else slot, BITS)
             more = more + (windows[quarter] | symbol << (back * BITS),)
         windows = more
     to = OUT + head * ob + (tile * (4 * R) + r) * width + own

@@ -28,6 +28,7 @@ from turboquant_nb.kernels.decode import (
     padded_size,
     plain_queries,
     rotate,
+    tl,
     triton,
 )
 from turboquant_nb.kernels.decode_mma import (
@@ -41,13 +42,6 @@ from turboquant_nb.kernels.decode_mma import (
 from .encode import device_properties
 from .launch import select_kernel
 from .work import Reads, WorkList, Workspace, count_splits, list_work
-
-try:
-    import triton.language as tl
-except ImportError:  # `CellPlan.supports` says so
-    from types import SimpleNamespace
-
-    tl = SimpleNamespace(constexpr=None)
 
 # %% ../../nbs/45bc_cell_attention.ipynb #45b00013
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pages import CellCodes, CellLayout
-from .decode import triton, window_chain
+from .decode import tl, triton, window_chain
 from turboquant_nb.kernels.encode import (
     _backend,
     _between,
@@ -34,13 +34,6 @@ from turboquant_nb.kernels.encode import (
 from .launch import Plan, select_kernel
 from .viterbi import find_symbols
 from ..quant.quantizer import Quantizer
-
-try:
-    import triton.language as tl
-except ImportError:  # `CellPlan.supports` says so
-    from types import SimpleNamespace
-
-    tl = SimpleNamespace(constexpr=None)
 
 # %% ../../nbs/45b_cells.ipynb #45b0000a
 class CellPlan(CellCodes):

@@ -7,7 +7,6 @@ __all__ = ['Form', 'form_of', 'Fragments', 'fragment_layouts', 'refuses', 'Laten
 
 # %% ../../nbs/45c_latent_kernels.ipynb #45c00008
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -21,12 +20,17 @@ from turboquant_nb.kernels.decode import (
     Launcher,
     Parts,
     SplitRule,
+    _coded_range,
     _combine_launcher,
-    _portable_cap,
+    _query_at,
+    _softmax,
     is_interpreted,
     last_dim_dense,
     padded_size,
+    tl,
+    triton,
 )
+from .decode_mma import gl, gluon, mma_v2
 from .encode import device_properties
 from turboquant_nb.kernels.launch import (
     DRAFTS,
@@ -35,21 +39,6 @@ from turboquant_nb.kernels.launch import (
     shape_reason,
     tensor_core_reason,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # `refuses` says so
-    triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    tl = SimpleNamespace(constexpr=lambda x: x)
-
-try:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-except ImportError:  # no Triton, or one without Gluon: the portable kernel may still work
-    gluon = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    gl = SimpleNamespace(constexpr=lambda x: x)
 
 # %% ../../nbs/45c_latent_kernels.ipynb #45c0000e
 @triton.jit
@@ -198,16 +187,23 @@ def _latent_kernel(
         length = tl.load(LENGTH + b * each_length)
     j = block * Q + tl.arange(0, Q)
     at = length - n + j % n
-    low, high = at * 0 + sinks, at + 1
-    if HAS_START:
-        low += tl.load(START + b).to(tl.int32)
-    if HAS_END:
-        high = tl.minimum(high, tl.load(END + b).to(tl.int32))
-    low = tl.maximum(low, offset)
-    if SLIDING:
-        low = tl.maximum(low, at - sliding_window + 1)
-    held = tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
-    high = tl.minimum(high, tl.maximum(at + 1 - own, held))
+    low, high = _coded_range(
+        at,
+        b,
+        START,
+        END,
+        length,
+        offset,
+        sinks,
+        recent,
+        recent_from,
+        chunk,
+        own,
+        sliding_window,
+        HAS_START,
+        HAS_END,
+        SLIDING,
+    )
     rows = bh * blocks * Q + j
     top, q0, q1 = _query_rows(ROTATED, rows, D, HK)
     top_r, r0, r1 = _query_rows(BESIDE, rows, DR, HR)
@@ -215,12 +211,7 @@ def _latent_kernel(
     shift = top * 0
     if CENTRED or CENTRED_R:
         ok = j < group * n
-        plain = (
-            QUERY
-            + b.to(tl.int64) * sb
-            + (h * group + j // n).to(tl.int64) * sh
-            + (j % n).to(tl.int64) * sn
-        )
+        plain = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
         if CENTRED:
             shift += _mean_shift(plain, M + bh * D, D, DP, ok) * scaling
         if CENTRED_R:
@@ -249,16 +240,11 @@ def _latent_kernel(
             s += tl.dot(q1, tl.trans(x)) * (1 / 2048)
             z += tl.dot(r1, tl.trans(y)) * (1 / 2048)
         s = s * top[:, None] * ks[None, :] + z * top_r[:, None] * vs[None, :] + shift[:, None]
-        if CAPPED:
-            s = _portable_cap(s, cap_at)
         visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-        s = tl.where(visible, s * 1.4426950408889634, -1e30)
-        new = tl.maximum(m, tl.max(s, 1))
-        p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
+        new, rescale, p = _softmax(s, visible, m, cap_at, CAPPED)
         wider = tl.maximum(unit, tl.max(tl.abs(ks), 0))
         safe = tl.where(wider > 0, wider, 1.0)
         w = tl.where(visible, p * (ks / safe)[None, :], 0.0)
-        rescale = tl.exp2(m - new)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * (rescale * (unit / safe))[:, None]
         w0 = w.to(tl.float16)
@@ -315,9 +301,8 @@ def _rotate_kernel(
     last programs of the rotary part."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     bh, j = r // rows, r % rows
-    b, h = (bh // heads).to(tl.int64), bh % heads
     ok = (r < count) & (j < group * n)
-    q = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
+    q = _query_at(QUERY, sb, sh, sn, bh // heads, bh % heads, j, group, n)
     first: tl.constexpr = (D + COLS - 1) // COLS
     if tl.program_id(1) < first:
         c = tl.program_id(1) * COLS + tl.arange(0, COLS)

@@ -9,14 +9,7 @@ __all__ = ['past_cells', 'join_past']
 from torch import Tensor
 
 from .cells import CellPlan
-from .decode import _levels, padded_size, triton
-
-try:
-    import triton.language as tl
-except ImportError:  # `CellPlan.supports` says so
-    from types import SimpleNamespace
-
-    tl = SimpleNamespace(constexpr=None)
+from .decode import _levels, padded_size, tl, triton
 
 # %% ../../nbs/45bd_past.ipynb #45b00023
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])

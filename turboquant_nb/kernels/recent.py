@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from .cells import _check_int32, _check_slots, _dense
-from .decode import padded_size, triton
+from .decode import padded_size, tl, triton
 from .encode import device_properties
-
-try:
-    import triton.language as tl
-except ImportError:  # `CellPlan.supports` says so
-    from types import SimpleNamespace
-
-    tl = SimpleNamespace(constexpr=None)
 
 # %% ../../nbs/45ba_recent.ipynb #45b0001j
 @triton.jit(do_not_specialize=["early"])

@@ -12,14 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decode import is_interpreted, triton
-
-try:
-    import triton.language as tl
-except ImportError:  # `launch.refuses` says so
-    from types import SimpleNamespace
-
-    tl = SimpleNamespace(constexpr=None)
+from .decode import is_interpreted, tl, triton
 
 # %% ../../nbs/45bb_work.ipynb #45b00071
 @triton.jit
