@@ -54,35 +54,19 @@ def _four(c0, c1, p1, p2, t, BITS: gl.constexpr, PAIRS: gl.constexpr, shift: gl.
     """Levels plus 1152, of bytes of the lower and the upper channels: of the pair of quarters
     whose bits begin at `shift`."""
     if BITS == 2:
-        a2: gl.constexpr = _PAIRS2 if PAIRS else _ASM2
-        return gl.inline_asm_elementwise(
-            a2,
-            _IN2,
-            [c0, c1, shift, t[0]],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=4,
-        )
+        asm: gl.constexpr = _PAIRS2 if PAIRS else _ASM2
+        names: gl.constexpr = _IN2
+        given = (c0, c1, shift, t[0])
     elif BITS == 3:
-        a3: gl.constexpr = _PAIRS3 if PAIRS else _ASM3
-        return gl.inline_asm_elementwise(
-            a3,
-            _IN3,
-            [c0, c1, p1, shift, t[0], t[1]],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=4,
-        )
+        asm: gl.constexpr = _PAIRS3 if PAIRS else _ASM3
+        names: gl.constexpr = _IN3
+        given = (c0, c1, p1, shift, t[0], t[1])
     else:
-        a4: gl.constexpr = _PAIRS4 if PAIRS else _ASM4
-        return gl.inline_asm_elementwise(
-            a4,
-            _IN4,
-            [c0, c1, p1, p2, shift, t[0], t[1], t[2], t[3]],
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
-            is_pure=True,
-            pack=4,
-        )
+        asm: gl.constexpr = _PAIRS4 if PAIRS else _ASM4
+        names: gl.constexpr = _IN4
+        given = (c0, c1, p1, p2, shift, t[0], t[1], t[2], t[3])
+    four: gl.constexpr = (gl.float16, gl.float16, gl.float16, gl.float16)
+    return gl.inline_asm_elementwise(asm, names, given, dtype=four, is_pure=True, pack=4)
 
 
 @gluon.jit

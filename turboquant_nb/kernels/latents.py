@@ -83,16 +83,8 @@ def _decoded(
 ):
     """Levels of the tokens in BR byte rows of a tile, from row `first` on: fp16 [4 * BR,
     2 * HK], token quarter * BR + row."""
-    HALF: tl.constexpr = D // 2
     r, c = first + tl.arange(0, BR), tl.arange(0, HK)
-    if BY_TOKEN:
-        base = c[:, None] * R + r[None, :]
-        upper, bit, seen = HALF * R, base, (c < HALF)[:, None] & (r >= 0)[None, :]
-    else:
-        base = r[:, None] * D + c[None, :]
-        bit = r[:, None] * HALF + c[None, :]
-        upper, seen = HALF, (r >= 0)[:, None] & (c < HALF)[None, :]
-    w = _bytes(P0, P1, P2, tile, base, upper, bit, seen, R * D, BITS, 2 * HK == D)
+    w = _bytes(P0, P1, P2, tile, r, c, D, R, BITS, BY_TOKEN, 2 * HK == D)
     t = _table(LUT)
     a0, a1, b0, b1 = _two_quarters(w, t, LUT, 0, BITS, ASM)
     a2, a3, b2, b3 = _two_quarters(w, t, LUT, 2, BITS, ASM)
