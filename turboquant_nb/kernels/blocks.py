@@ -108,14 +108,10 @@ def _two_quarters(w, t, LUT, shift, BITS: tl.constexpr, ASM: tl.constexpr):
     c0, c1, p1, p2 = w
     t0, t1, t2, t3 = t
     if not ASM:
-        a0, a1 = (
-            _one_level(c0, p1, p2, LUT, shift, 0, BITS),
-            _one_level(c0, p1, p2, LUT, shift + 4, 0, BITS),
-        )
-        b0, b1 = (
-            _one_level(c1, p1, p2, LUT, shift, 1, BITS),
-            _one_level(c1, p1, p2, LUT, shift + 4, 1, BITS),
-        )
+        a0 = _one_level(c0, p1, p2, LUT, shift, 0, BITS)
+        a1 = _one_level(c0, p1, p2, LUT, shift + 4, 0, BITS)
+        b0 = _one_level(c1, p1, p2, LUT, shift, 1, BITS)
+        b1 = _one_level(c1, p1, p2, LUT, shift + 4, 1, BITS)
         return a0, a1, b0, b1
     elif BITS == 2:
         asm: tl.constexpr = _ASM2
