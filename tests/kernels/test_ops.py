@@ -11,7 +11,7 @@ from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Recipe, Spec
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, tail_with
 
 CUDA = torch.cuda.is_available()
 # who serves a step on a processor: the compiled kernel, where there is a compiler
@@ -321,7 +321,7 @@ def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
     )
     store.append(*torch.randn(2, 1, 1, 40, 64, generator=g).to(store.device))
     q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))
-    tail = store.tail_with(k, v)
+    tail = tail_with(store, k, v)
     store.append(k, v)
     run = ops.launch.Triton.run
     counted = lambda self, call: calls.append(call) or run(self, call)

@@ -295,7 +295,7 @@ class _Sight:
         """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T],
         or with `recent` for each [B, 1, g*n, T]."""
         store, n, past = self.store, self.tokens, self.past
-        since, sinks = store.past_exact_from, store.recipe.sinks
+        since, sinks = store.clock.exact_from(store), store.recipe.sinks
         if self.recent is None:
             return store.ranges.is_exact(positions, sinks, since)
         since = torch.minimum(since, past) if store.clock.by_device else min(since, past)

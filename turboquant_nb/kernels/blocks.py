@@ -366,7 +366,7 @@ def read_block(
             last=last,
             sinks=t["sinks"].shape[2],
             recent=t["recent"].shape[2],
-            exact_from=store.past_exact_from,
+            exact_from=store.clock.exact_from(store),
             factor=step,
             D=d,
             DP=padded_size(d),
