@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['READY', 'NUMBER_SLOTS', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'window_chain',
            'CodeTables', 'last_dim_dense', 'store_operands', 'call_numbers', 'Launch', 'Launcher', 'padded_size',
-           'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'combine', 'is_interpreted',
-           'plain_queries', 'portable_attention']
+           'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine',
+           'is_interpreted', 'plain_queries', 'portable_attention']
 
 # %% ../../nbs/41_decode.ipynb #4b4c78b3
 import inspect
@@ -1201,6 +1201,22 @@ def _together(
     return together, each // 2 if together > 1 and big > 128 else each
 
 
+def exact_arguments(
+    keys: tuple,  # (sinks, recent tokens) of a store
+    values: tuple,
+    k: Tensor | None,  # the chunk's
+    v: Tensor | None,
+) -> tuple:  # (arguments of the combine kernel, whether dtypes differ)
+    "Exact tokens. One pointer reads all of them, so of several dtypes it gets copies in fp32."
+    k, v = (keys[0], values[0]) if k is None else (k, v)
+    exact = dict(SK=keys[0], WK=keys[1], CK=k, SV=values[0], WV=values[1], CV=v)
+    mixed = k.dtype != keys[0].dtype or v.dtype != keys[0].dtype
+    if mixed:
+        exact = {name: t.float() for name, t in exact.items()}
+    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
+    return exact | dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn), mixed
+
+
 def combine(
     x: DecodeOperands,
     s: DecodeSizes,
@@ -1217,17 +1233,11 @@ def combine(
         q.new_empty(shape, dtype=torch.float32),
     )
     rest = out if fast else torch.empty_like(out)
-    k, v = (x.key_sinks, x.value_sinks) if x.k is None else (x.k, x.v)
-    exact = dict(
-        SK=x.key_sinks, WK=x.key_recent, CK=k, SV=x.value_sinks, WV=x.value_recent, CV=v
-    )
-    mixed = k.dtype != x.key_sinks.dtype or v.dtype != x.key_sinks.dtype
-    if mixed:  # the kernel reads all of them through one pointer
-        exact = {name: t.float() for name, t in exact.items()}
+    keys, values = (x.key_sinks, x.key_recent), (x.value_sinks, x.value_recent)
+    exact, mixed = exact_arguments(keys, values, x.k, x.v)
     _, splits, rows = parts.lse.shape
     together, each = _together(s, rows, shape.numel())
     few, at_once = s.sinks + s.recent + s.chunk, min(16 if splits <= 32 else 64, 64 // together)
-    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
     named = (
         shared
         | exact
@@ -1238,12 +1248,6 @@ def combine(
             LSE=lse,
             REST=rest,
             SHARE=x.packed_lut,
-            ckb=ckb,
-            ckh=ckh,
-            ckn=ckn,
-            cvb=cvb,
-            cvh=cvh,
-            cvn=cvn,
             splits=splits,
             blocks=parts.blocks,
             Q=rows,

@@ -23,6 +23,7 @@ from turboquant_nb.kernels.decode import (
     _combine_launcher,
     _query_at,
     _softmax,
+    exact_arguments,
     is_interpreted,
     last_dim_dense,
     padded_size,
@@ -546,23 +547,17 @@ def _coded_parts(call: Call, shared: dict, q: Tensor, form: Form, splits: int | 
 
 def _joined(call: Call, shared: dict, q: Tensor, parts: Parts) -> Answer:
     "Splits and exact tokens, in the model's basis."
-    store, (key, value), shape = call.store, call.store.parts, q.shape[:3]
+    store, key, shape = call.store, call.store.key, q.shape[:3]
     d, new = key.q.d, lambda *s: q.new_empty(s, dtype=torch.float32)
     near, far, share, lse = new(*shape, d), new(*shape, d), new(*shape), new(*shape)
     k, v = last_dim_dense(call.k), last_dim_dense(call.v)
-    exact = dict(SK=key.tensors["sinks"], WK=key.tensors["recent"])
-    exact |= dict(SV=value.tensors["sinks"], WV=value.tensors["recent"])
-    exact |= dict(CK=exact["SK"] if k is None else k, CV=exact["SK"] if v is None else v)
-    if len({x.dtype for x in exact.values()}) > 1:  # one pointer reads all of them
-        exact = {name: x.float() for name, x in exact.items()}
-    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
-    strides = dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn)
+    sides = ((part.exact.sinks, part.exact.recent) for part in store.parts)
+    exact, _ = exact_arguments(*sides, k, v)
     few = shared["sinks"] + shared["recent"] + shared["chunk"]
     splits, rows = parts.lse.shape[1:]
     named = (
         shared
         | exact
-        | strides
         | dict(
             OUT_PARTS=parts.out,
             LSE_PARTS=parts.lse,
