@@ -1,5 +1,7 @@
 "Dispatch: what serves, what refuses, and that the meaning does not depend on it."
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -393,3 +395,24 @@ def test_a_backend_added_in_one_place_serves_a_whole_model(backend, monkeypatch)
     assert report["backends"] == {backend: 2 * 11} and report["served"]["codes"] == 22
     q, store = torch.randn(1, 4, 1, 8), cache.coded_layers[0].store
     close(ops.attend(q, store), attention.attend(q, store))
+
+
+@pytest.mark.parametrize("missing", ["triton", "triton.experimental.gluon"])
+def test_kernels_are_imported_without_triton(missing):
+    "Every module of the folder, in a process that cannot import it; PyTorch attends."
+    code = f"""
+import importlib, pkgutil, sys
+class Missing:
+    def find_spec(self, name, *rest):
+        if name == {missing!r}: raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+import torch
+from turboquant_nb import KVStore, kernels
+for x in pkgutil.iter_modules(kernels.__path__):
+    importlib.import_module('turboquant_nb.kernels.' + x.name)
+store = KVStore('k3v3', 1, 1, 64)
+store.append(*torch.randn(2, 1, 1, 20, 64))
+kernels.ops.attend(torch.randn(1, 2, 1, 64), store)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

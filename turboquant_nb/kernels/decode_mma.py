@@ -39,7 +39,7 @@ try:
     from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 except ImportError:  # no Triton, or one without Gluon: the portable kernel may still work
     gluon = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    gl = SimpleNamespace(constexpr=lambda x: x)
+    gl, mma_v2 = SimpleNamespace(constexpr=lambda x: x), None
 
 # %% ../../nbs/43_decode_mma.ipynb #fe3682bf
 def _shift(out: list, source: str, have: int, want: int, name: str) -> str:
