@@ -24,16 +24,10 @@ from typing import NamedTuple
 import torch
 
 from turboquant_nb.kernels import blocks, encode, launch, ops
-from turboquant_nb.kernels.cells import (
-    CellPlan,
-    Launching,
-    append_cells,
-    append_recent,
-    decode_cells,
-    join_past,
-    locate_sinks,
-    past_cells,
-)
+from turboquant_nb.kernels.cell_attention import Launching, decode_cells
+from turboquant_nb.kernels.cells import CellPlan, append_cells
+from turboquant_nb.kernels.past import join_past, past_cells
+from turboquant_nb.kernels.recent import append_recent, locate_sinks
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.cache.pages import Exact, Recent, Requests

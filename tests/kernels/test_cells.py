@@ -18,20 +18,11 @@ from turboquant_nb.cache.pages import (
 )
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import cells
-from turboquant_nb.kernels.cells import (
-    CellPlan,
-    Launching,
-    Reads,
-    Room,
-    Workspace,
-    append_cells,
-    append_recent,
-    count_splits,
-    decode_cells,
-    list_work,
-    locate_sinks,
-    past_cells,
-)
+from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells
+from turboquant_nb.kernels.cells import CellPlan, append_cells
+from turboquant_nb.kernels.past import past_cells
+from turboquant_nb.kernels.recent import append_recent, locate_sinks
+from turboquant_nb.kernels.work import Reads, Workspace, count_splits, list_work
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec

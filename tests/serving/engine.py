@@ -954,11 +954,11 @@ def graphs_ragged(folder):
     """Unequal requests: replayed, with lists of work, against the engine without graphs,
     without lists, and each request alone."""
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
-    from turboquant_nb.kernels import cells
+    from turboquant_nb.kernels import cell_attention
     from turboquant_nb.serving.step import CodedAttention
 
-    decode, make, made, out = CodedAttention._decode, cells.list_work, [], []
-    cells.list_work = lambda *args, **more: (made.append(1), make(*args, **more))[1]
+    decode, make, made, out = CodedAttention._decode, cell_attention.list_work, [], []
+    cell_attention.list_work = lambda *args, **more: (made.append(1), make(*args, **more))[1]
     path, prompts = (
         llama(folder / "llama"),
         random_prompts(3000, 40, 1000, 7, 300, 60, 20, 130, seed=6),

@@ -8,7 +8,7 @@ import torch
 from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import CellCodes, CellLayout, Exact, Recent, Requests
 from turboquant_nb.cache.pages import attend_cells, sink_origins
-from turboquant_nb.kernels import cells
+from turboquant_nb.kernels import cells, work
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.serving import step, vllm
@@ -95,7 +95,7 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     memory = tuple(torch.full((n, H, D), torch.nan, device=DEVICE) for _ in range(2))
     recent = Recent(pages, rows.to(DEVICE), window, sinks)
     out = torch.full_like(x.q, torch.nan)
-    space = cells.Workspace(DEVICE)
+    space = work.Workspace(DEVICE)
     layer.attend(x, out, LayerMemory(cache, space, memory, recent), step)
     reads = Requests(step.table, step.lengths), step.starts
 

@@ -27,18 +27,11 @@ from turboquant_nb.cache.pages import (
     attend_cells,
     store_recent,
 )
-from turboquant_nb.kernels.cells import (
-    CellPlan,
-    Launching,
-    Room,
-    Workspace,
-    append_cells,
-    append_recent,
-    decode_cells,
-    join_past,
-    locate_sinks,
-    past_cells,
-)
+from ..kernels.cell_attention import Launching, Room, decode_cells
+from ..kernels.cells import CellPlan, append_cells
+from ..kernels.past import join_past, past_cells
+from ..kernels.recent import append_recent, locate_sinks
+from ..kernels.work import Workspace
 from ..quant.calibration import Calibration, load_calibration
 from ..quant.mixed_precision import find_code, make_quantizer
 from ..quant.quantizer import CODES, PRESETS, Recipe, preset

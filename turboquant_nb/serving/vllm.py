@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Recent, sink_origins
-from ..kernels.cells import Workspace, locate_sinks
+from ..kernels.recent import locate_sinks
+from ..kernels.work import Workspace
 from ..kernels.encode import device_properties
 from turboquant_nb.serving.step import (
     SHORT,
