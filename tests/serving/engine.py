@@ -34,6 +34,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -112,6 +114,30 @@ def gpt_oss(folder):
     ).float()
     for layer in model.model.layers:
         layer.self_attn.sinks.data.uniform_(0, 4)
+    model.lm_head.weight.data *= 4
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def gemma_4(folder):
+    """Heads of 256 channels in layers with a window, of 512 in the others, which have fewer of
+    them, and values that are their keys' projection."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    wide = dict(head_dim=512, num_key_value_heads=1)
+    sizes = SIZES | dict(head_dim=256, num_attention_heads=4, num_key_value_heads=4)
+    model = Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **sizes | dict(num_hidden_layers=5),
+            layer_types=kinds[1:],
+            per_layer_config={i: wide for i in (1, 4)},
+            attention_k_eq_v=True,
+            tie_word_embeddings=False,
+            sliding_window=100,
+            hidden_size_per_layer_input=0,
+            pad_token_id=0,
+        )
+    ).float()
     model.lm_head.weight.data *= 4
     model.save_pretrained(folder)
     return str(folder)
@@ -234,7 +260,7 @@ def watch():
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
         seen["learnt"] += self.logits is not None
-        seen["split"] += (ours.RecentBackend.tokens or n) > n
+        seen["split"] += (ours.Backend.pages.tokens if ours.Backend.pages else n) > n
         window, sinks, (key, value) = (
             self.config.recent,
             self.firsts,
@@ -486,12 +512,12 @@ def dense(path, prompts=None):
     return json.loads(found[7:])["tokens"]
 
 
-def exact(folder, make=llama, other=None):
+def exact(folder, make=llama, other=None, blocks=400):
     """All tokens are read exactly: the tokens of another that is dense. On a GPU that is an
     engine, which rounds as ours does."""
     other = other or (dense if CUDA else in_transformers)
     path, prompts = make(folder / make.__name__), random_prompts(130, 75, 200)
-    llm = engine(path, 400, of=dict(recent=512, means=False))
+    llm = engine(path, blocks, of=dict(recent=512, means=False))
     ours = [
         (o.outputs[0].token_ids, o.outputs[0].logprobs)
         for o in generate(llm, prompts, sampled(40, logprobs=2))
@@ -504,6 +530,11 @@ def exact(folder, make=llama, other=None):
 def exact_windows(folder):
     "The same beside layers with a sliding window, and a soft cap."
     return exact(folder, gemma)
+
+
+def exact_sizes(folder):
+    "The same where layers have heads of two sizes, and of two numbers."
+    return exact(folder, gemma_4, blocks=2000)
 
 
 def exact_learnt(folder):
@@ -522,6 +553,19 @@ def states(folder):
     llm = engine(nemotron_h(folder / "nemotron_h"), 100, of=dict(recent=24, sinks=4))
     generate(llm, random_prompts(300, 130, 40), sampled(30))
     return {}
+
+
+def sizes(folder):
+    """Codes, 24 recent and 4 first tokens where layers have heads of two sizes and numbers, in
+    pages of one size: of twice as many tokens in those with fewer bytes."""
+    from turboquant_nb.serving import vllm as ours
+
+    llm = engine(gemma_4(folder / "gemma_4"), 600, of=dict(recent=24, sinks=4))
+    prompts, cached = random_prompts(300, 130, 40), []
+    for batch in (prompts, [prompts[1] + prompts[0][:70]]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
+    pages = ours.Backend.pages
+    return dict(cached=cached, pages={n: pages.tokens_of(n) for n in sorted(pages.sizes)})
 
 
 def learnt(folder):

@@ -109,6 +109,46 @@ def options_of(vllm_config) -> dict:
         )
     return found
 
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of an engine, all of one size: that of a block of its layers with the most bytes a
+    token. Layers with fewer have as many tokens in a page as fit, and the rest is padding."""
+
+    tokens: int  # of a block of the engine
+    sizes: frozenset  # bytes of a token in all heads of a layer, of each kind of layers
+
+    @classmethod
+    def of(cls, vllm_config) -> "Pages":
+        "Of the layers that this process has made for an engine."
+        config, sizes = ServingConfig.of(options_of(vllm_config)), set()
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            if _is_ours(layer):
+                d, d_value = layer.head_size, getattr(layer, "head_size_v", None)
+                sizes.add(layer.num_kv_heads * config.bytes_per_token(d, d_value))
+        return cls(vllm_config.cache_config.block_size, frozenset(sizes))
+
+    def tokens_of(self, nbytes: int) -> int:
+        "Coded tokens of a page of a layer with so many bytes a token."
+        widest = max(self.sizes, default=nbytes)
+        fit = [n for n in BLOCKS if n * nbytes <= self.tokens * widest]
+        return max(fit, default=self.tokens) if nbytes < widest else self.tokens
+
+    def told(self, nbytes: int) -> dict:
+        "What the spec of such a layer says of them where layers differ; else nothing."
+        if len(self.sizes) < 2:
+            return {}
+        page, tokens = self.tokens * max(self.sizes), self.tokens_of(nbytes)
+        return dict(
+            block_size=tokens, page_size_padded=page if tokens * nbytes < page else None
+        )
+
+
+def _is_ours(layer) -> bool:
+    "Whether a layer of vLLM has our backend."
+    kind = getattr(layer, "attn_backend", None)
+    return isinstance(kind, type) and issubclass(kind, Backend)
+
 # %% ../../nbs/reference/77_vllm.ipynb #77a0000c
 class _Cells:
     "A page that has the bytes of cells."
@@ -148,6 +188,7 @@ class Backend(AttentionBackend):
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes = ["auto"]
     name = "CUSTOM"
+    pages = None  # `Pages` of the engine that was started last
 
     @classmethod
     def get_name(cls) -> str:
@@ -177,7 +218,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 16 == 0 and 16 <= head_size <= 256
+        return head_size % 16 == 0 and 16 <= head_size <= 512
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -226,29 +267,33 @@ class Backend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec):  # 0.28 and later
-        return replace(
-            spec,
-            dtype=torch.uint8,
-            state_content_bytes=_process_config().bytes_per_token(
-                spec.head_size, getattr(spec, "head_size_v", None)
-            ),
+        each = _process_config().bytes_per_token(
+            spec.head_size, getattr(spec, "head_size_v", None)
         )
+        coded = replace(spec, dtype=torch.uint8, state_content_bytes=each)
+        if spec.block_size == 1:  # the engine asks for the bytes of a token
+            return coded
+        Backend.pages = Pages.of(_engine_config())
+        return replace(coded, **Backend.pages.told(spec.num_kv_heads * each))
 
 
-_made_with = []  # the config that the layers of this process were made with
+_made_with = []  # the config that vLLM made the layers of this process with
+
+
+def _engine_config():
+    """vLLM's config in this process, which it does not always name. Raises ValueError before
+    any layer was made."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    current = get_current_vllm_config_or_none() or next(iter(_made_with), None)
+    if current is None:
+        raise ValueError("vLLM asked for the size of a page before it made a layer")
+    return current
 
 
 def _process_config() -> ServingConfig:
-    """The config of this process: vLLM asks about pages also where it names no config. Raises
-    ValueError before any layer was made."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    current = get_current_vllm_config_or_none()
-    if current is not None:
-        return ServingConfig.of(options_of(current))
-    if not _made_with:
-        raise ValueError("vLLM asked for the size of a page before it made a layer")
-    return _made_with[0]
+    "Ours in this process."
+    return ServingConfig.of(options_of(_engine_config()))
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00011
 @dataclass
@@ -343,8 +388,6 @@ class RecentBuilder(Builder):
 class RecentBackend(Backend):
     "Blocks of exact keys and values side by side."
 
-    tokens = None  # coded ones in a page of the engine that was started last
-
     @staticmethod
     def get_builder_cls():
         return RecentBuilder
@@ -365,9 +408,10 @@ class RecentBackend(Backend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple:
-        cell = _process_config().bytes_per_token(-(-head_size // 16) * 16)
-        each = (RecentBackend.tokens or block_size) * cell // block_size
-        return num_blocks, num_kv_heads, block_size, each
+        cell, tokens = _process_config().bytes_per_token(-(-head_size // 16) * 16), block_size
+        if Backend.pages is not None:
+            tokens = Backend.pages.tokens_of(num_kv_heads * cell)
+        return num_blocks, num_kv_heads, block_size, tokens * cell // block_size
 
     @classmethod
     def customize_spec(cls, spec):
@@ -394,13 +438,14 @@ class RecentLayer(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config):
         "A sliding window whose pages are those of codes, to the last byte."
         # vLLM overwrites its block size by the smallest of all groups soon afterwards
-        RecentBackend.tokens = tokens = vllm_config.cache_config.block_size
-        d = self.d
+        Backend.pages = pages = Pages.of(vllm_config)
+        d, cell = self.d, self.config.bytes_per_token(self.d)
+        tokens = pages.tokens_of(self.heads * cell)
         block = self.config.recent_block(tokens, d, self.dtype.itemsize)
         # vLLM's offloading stores ceil((window - 1) / block) pages and looks for ceil(window /
         # block): where these differ it would find none
         offloaded = vllm_config.kv_transfer_config is not None
-        sizes = dict(
+        sizes = pages.told(self.heads * cell) | dict(
             block_size=block,
             num_kv_heads=self.heads,
             head_size=d,
@@ -410,7 +455,7 @@ class RecentLayer(AttentionLayerBase):
             + 1
             + (offloaded and self.config.recent % block == 0),
         )
-        each = tokens * self.config.bytes_per_token(d) // block
+        each = tokens * cell // block
         if hasattr(AttentionBackend, "customize_spec"):
             return SlidingWindowSpec(**sizes, state_content_bytes=each)
         return CodedWindowSpec(**sizes, cell_bytes=each)
@@ -685,7 +730,7 @@ class Impl(AttentionImpl):
             getattr(current.speculative_config, "num_speculative_tokens", 0) or 0,
         )
         self.requests, self.layer = current.scheduler_config.max_num_seqs, None
-        _made_with[:] = [self.config]
+        _made_with[:] = [current]
 
     def _make(self, name: str, device, dtype, tokens: int) -> None:
         "The layer's tables, and memory that layers share."
@@ -707,7 +752,7 @@ class Impl(AttentionImpl):
             if gpu
             else 0
         )
-        recent, page = self.config.recent, RecentBackend.tokens or tokens
+        recent, page = self.config.recent, self._page_tokens()
         # pages are cut for first tokens too, also of a layer that keeps none
         block = (
             self.config.recent_block(page, self.head_size, dtype.itemsize) if recent else None
@@ -717,6 +762,11 @@ class Impl(AttentionImpl):
         self.workspace, self.past = _shared_memory(
             device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype
         )
+
+    def _page_tokens(self) -> int:
+        "Coded tokens of a page of this layer."
+        each = self.num_kv_heads * self.config.bytes_per_token(self.head_size)
+        return Backend.pages.tokens_of(each) if Backend.pages else self.blocks.block_size
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         "Code this step's tokens into their slots."
@@ -767,7 +817,7 @@ class Impl(AttentionImpl):
             )
         if attn_metadata is None:
             if self.layer is None:
-                tokens = kernel_block(self.blocks.block_size)
+                tokens = kernel_block(self._page_tokens())
                 self._make(layer.layer_name, query.device, query.dtype, tokens)
             return output.fill_(0)
         shaped = output.view(len(output), self.num_heads, self.head_size)
@@ -792,11 +842,7 @@ def _spec_of_cells(old):
 
     def get_kv_cache_spec(self, vllm_config):
         spec = old(self, vllm_config)
-        if (
-            spec is None
-            or not isinstance(self.attn_backend, type)
-            or not issubclass(self.attn_backend, Backend)
-        ):
+        if spec is None or not _is_ours(self):
             return spec
         window = isinstance(spec, SlidingWindowSpec)
         same = {
@@ -811,11 +857,10 @@ def _spec_of_cells(old):
         }
         config = ServingConfig.of(options_of(vllm_config))
         kind = CodedWindowSpec if window else CodedSpec
-        return kind(
-            **same,
-            dtype=torch.uint8,
-            cell_bytes=config.bytes_per_token(spec.head_size, spec.head_size_v),
-        )
+        each = config.bytes_per_token(spec.head_size, spec.head_size_v)
+        Backend.pages = Pages.of(vllm_config)
+        told = Backend.pages.told(spec.num_kv_heads * each)
+        return kind(**same | told, dtype=torch.uint8, cell_bytes=each)
 
     get_kv_cache_spec.of_cells = True
     return get_kv_cache_spec
@@ -826,11 +871,7 @@ def _with_recent(old):
 
     def __init__(self, *args, **kwargs):
         old(self, *args, **kwargs)
-        if (
-            isinstance(self.attn_backend, type)
-            and issubclass(self.attn_backend, Backend)
-            and self.impl.config.recent
-        ):
+        if _is_ours(self) and self.impl.config.recent:
             from vllm.config import get_current_vllm_config
 
             layers = get_current_vllm_config().compilation_config.static_forward_context
