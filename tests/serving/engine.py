@@ -3,11 +3,11 @@ compared with those of the states that the layer was given, coded anew, and its 
 attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
-firsts_short, trellis, exact, exact_windows, exact_learnt, exact_states, learnt, states,
-offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid, random,
-random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged,
-graphs_trellis, each of which is a function here. On a CPU our backend stands in the place of
-vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
+firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states, learnt,
+sizes, states, offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts,
+hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts,
+graphs_ragged, graphs_trellis, each of which is a function here. On a CPU our backend stands in
+the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 
 import json
 import multiprocessing
@@ -34,8 +34,6 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -126,8 +124,8 @@ def gemma_4(folder):
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     wide = dict(head_dim=512, num_key_value_heads=1)
     sizes = SIZES | dict(head_dim=256, num_attention_heads=4, num_key_value_heads=4)
-    model = Gemma4ForCausalLM(
-        Gemma4TextConfig(
+    model = transformers.Gemma4ForCausalLM(
+        transformers.Gemma4TextConfig(
             **sizes | dict(num_hidden_layers=5),
             layer_types=kinds[1:],
             per_layer_config={i: wide for i in (1, 4)},

@@ -9,7 +9,7 @@ __all__ = ['CellPlan', 'append_cells', 'append_recent', 'locate_sinks', 'Workspa
 # %% ../../nbs/45b_cells.ipynb #45b00008
 from dataclasses import dataclass, field
 from typing import NamedTuple
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from turboquant_nb.kernels.encode import (
     CodedSide,
     CodingConstants,
     device_properties,
+    untried,
     window_room,
     window_searches,
 )
@@ -91,8 +92,7 @@ class CellPlan(CellCodes):
             )
         super().__init__(key, value, CellLayout.of(key, value, tokens), center)
         self.plan = Plan.of(key, value, tokens, key.device)
-        wide = f"head size must be at most 256 here, got {max(key.d, value.d)}"
-        if why := self.plan.why or (wide if max(key.d, value.d) > 256 else ""):
+        if why := self.plan.why or untried(max(key.d, value.d), key.device):
             raise ValueError(f"no kernel reads these codes: {why}")
         self.tables, self.device, self.scale_dtype = (
             self.plan.tables,
@@ -144,7 +144,7 @@ class CellPlan(CellCodes):
         ]
         return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
 
-    @property
+    @cached_property
     def offsets(self) -> tuple:
         "`places` of keys and of values."
         return self.places("key"), self.places("value")
@@ -1628,7 +1628,7 @@ def past_cells(
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
-    places = plan.offsets
+    places, wide = plan.offsets, max(cell.d_key, cell.d_value) > 256
     _past_kernel[(count, cache.shape[1])](
         LEVELS=plan.tables.levels,
         TABLE=table,
@@ -1649,7 +1649,7 @@ def past_cells(
         DVP=padded_size(cell.d_value),
         R=cell.tokens // 4,
         # what a window sees costs registers
-        BR=16 if any(plan.tables.chains) else min(cell.tokens, 64),
+        BR=min(cell.tokens, 16 if any(plan.tables.chains) or wide else 64),
         KB=cell.key_bits,
         VB=cell.value_bits,
         **plan.chains,

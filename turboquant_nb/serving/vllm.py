@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['VERSIONS', 'BLOCKS', 'MOST', 'version_reason', 'version_remark', 'kernel_block', 'options_of', 'CodedWindowSpec',
-           'CodedSpec', 'Backend', 'Meta', 'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder', 'RecentBackend',
-           'RecentLayer', 'heads_of', 'workspace_floats', 'layer_reasons', 'parallel_reasons', 'recent_reasons',
-           'room_reasons', 'mean_reasons', 'connector_reasons', 'draft_reasons', 'Impl', 'register']
+           'CodedSpec', 'Pages', 'Backend', 'Meta', 'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder',
+           'RecentBackend', 'RecentLayer', 'heads_of', 'workspace_floats', 'layer_reasons', 'parallel_reasons',
+           'recent_reasons', 'room_reasons', 'mean_reasons', 'connector_reasons', 'draft_reasons', 'Impl', 'register']
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00007
 import os
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Recent, sink_origins
 from ..kernels.cells import Workspace, locate_sinks
-from ..kernels.encode import device_properties
+from ..kernels.encode import device_properties, untried
 from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
@@ -31,6 +31,7 @@ from turboquant_nb.serving.step import (
     Step,
     dense,
     exact_states,
+    join,
     needs_means,
 )
 
@@ -109,7 +110,37 @@ def options_of(vllm_config) -> dict:
         )
     return found
 
+# %% ../../nbs/reference/77_vllm.ipynb #77a0000c
+class _Cells:
+    "A page that has the bytes of cells."
 
+    @property
+    def real_page_size_bytes(self) -> int:
+        return self.block_size * self.num_kv_heads * self.cell_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedWindowSpec(_Cells, SlidingWindowSpec):
+    "Blocks of a sliding-window layer in vLLM 0.26 and 0.27."
+
+    cell_bytes: int = 0  # of a token of one head
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedSpec(_Cells, FullAttentionSpec):
+    "A layer's blocks in vLLM 0.26 and 0.27: full attention whose page has the bytes of cells."
+
+    cell_bytes: int = 0  # of a token of one head
+
+    @classmethod
+    def merge(cls, specs: list):
+        """One spec for layers that share blocks. Raises AssertionError, as vLLM expects, for
+        specs of other kinds."""
+        if not all(isinstance(s, cls) for s in specs) or len({s.cell_bytes for s in specs}) > 1:
+            raise AssertionError(f"layers of one group must be coded alike, got {specs}")
+        return replace(super().merge(specs), cell_bytes=specs[0].cell_bytes)
+
+# %% ../../nbs/reference/77_vllm.ipynb #77a00071
 @dataclass(frozen=True)
 class Pages:
     """Pages of an engine, all of one size: that of a block of its layers with the most bytes a
@@ -148,36 +179,6 @@ def _is_ours(layer) -> bool:
     "Whether a layer of vLLM has our backend."
     kind = getattr(layer, "attn_backend", None)
     return isinstance(kind, type) and issubclass(kind, Backend)
-
-# %% ../../nbs/reference/77_vllm.ipynb #77a0000c
-class _Cells:
-    "A page that has the bytes of cells."
-
-    @property
-    def real_page_size_bytes(self) -> int:
-        return self.block_size * self.num_kv_heads * self.cell_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedWindowSpec(_Cells, SlidingWindowSpec):
-    "Blocks of a sliding-window layer in vLLM 0.26 and 0.27."
-
-    cell_bytes: int = 0  # of a token of one head
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedSpec(_Cells, FullAttentionSpec):
-    "A layer's blocks in vLLM 0.26 and 0.27: full attention whose page has the bytes of cells."
-
-    cell_bytes: int = 0  # of a token of one head
-
-    @classmethod
-    def merge(cls, specs: list):
-        """One spec for layers that share blocks. Raises AssertionError, as vLLM expects, for
-        specs of other kinds."""
-        if not all(isinstance(s, cls) for s in specs) or len({s.cell_bytes for s in specs}) > 1:
-            raise AssertionError(f"layers of one group must be coded alike, got {specs}")
-        return replace(super().merge(specs), cell_bytes=specs[0].cell_bytes)
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a0000f
 class Backend(AttentionBackend):
@@ -218,7 +219,9 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 16 == 0 and 16 <= head_size <= 512
+        device = torch.device("cpu" if cls.name == "CPU_ATTN" else "cuda")
+        fits = head_size % 16 == 0 and 16 <= head_size <= 512
+        return fits and not untried(head_size, device)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -517,16 +520,6 @@ def workspace_floats(
     return most * max(rows, 16) * (d_value + 4)
 
 
-def _recent_blocks(layer, sinks: int) -> tuple:  # (blocks, name, context)
-    """Of a layer of vLLM: the blocks of its recent tokens, and the name under which the context
-    of a step tells more of them."""
-    from vllm.forward_context import get_forward_context
-
-    context, name = get_forward_context(), recent_name(layer.layer_name)
-    near = context.no_compile_layers[name]
-    return exact_states(near.kv_cache, sinks, 2 * near.d, near.dtype), name, context
-
-
 @lru_cache(maxsize=64)
 def _on_device(numbers: tuple, device) -> Tensor:
     "The same for all layers of a step."
@@ -535,11 +528,7 @@ def _on_device(numbers: tuple, device) -> Tensor:
 
 def _flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
     "vLLM's own attention kernel, with the interface of `dense`."
-    from vllm.v1.attention.backends.fa_utils import (
-        flash_attn_varlen_func,
-        get_flash_attn_version,
-    )
-
+    flash_attn_varlen_func, version = _flash_kernel()
     starts_q, starts_k, causal, left = seen
     longest = lambda starts: max(b - a for a, b in zip(starts, starts[1:]))
     at = [_on_device(tuple(s), q.device) for s in (starts_q, starts_k)]
@@ -557,9 +546,53 @@ def _flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) ->
         window_size=window,
         softcap=softcap or 0.0,
         return_softmax_lse=True,
-        fa_version=get_flash_attn_version(),
+        fa_version=version,
     )[:2]
     return out, lse.T
+
+
+@lru_cache(maxsize=1)
+def _flash_kernel() -> tuple:  # (function, version)
+    "Asked for once, not in each layer of each step."
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+    )
+
+    return flash_attn_varlen_func, get_flash_attn_version()
+
+
+def _wide_flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
+    """`dense` without windows and soft caps for heads of more than 256 channels, which flash
+    attention does not take: PyTorch's fused attention to what was before and to the queries'
+    own tokens, joined."""
+    outs, lses, (starts_q, starts_k, causal, _) = [], [], seen
+    for a, b, c, e in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        own = e - (b - a) if causal else e
+        parts = [
+            _fused(q[a:b], k[x:y], v[x:y], y > own, scaling)
+            for x, y in ((c, own), (own, e))
+            if y > x
+        ]
+        out, lse = parts[0] if len(parts) == 1 else join(*parts[0], *parts[1])
+        outs.append(out.to(q.dtype))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _fused(q, k, v, causal: bool, scaling: float) -> tuple:  # (output, log-sum-exp [T, Hq])
+    "Heads of a group side by side, without copies of what they share."
+    ops, heads, group = torch.ops.aten, k.shape[1], q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (heads, group)).permute(1, 2, 0, 3)
+    k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    if q.is_cuda:
+        fused = ops._scaled_dot_product_efficient_attention
+        out, lse = fused(q, k, v, None, True, 0.0, causal, scale=scaling)[:2]
+    else:
+        fused = ops._scaled_dot_product_flash_attention_for_cpu
+        out, lse = fused(q, k, v, 0.0, causal, scale=scaling)
+    lse = lse[..., : q.shape[2]].permute(2, 0, 1).flatten(1)  # it may be padded
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00014
 def layer_reasons(
@@ -730,6 +763,7 @@ class Impl(AttentionImpl):
             getattr(current.speculative_config, "num_speculative_tokens", 0) or 0,
         )
         self.requests, self.layer = current.scheduler_config.max_num_seqs, None
+        self.near = None, None  # the engine's blocks of recent tokens, and what lies in them
         _made_with[:] = [current]
 
     def _make(self, name: str, device, dtype, tokens: int) -> None:
@@ -738,7 +772,7 @@ class Impl(AttentionImpl):
         key, value, center = _coders(self.config, name, self.head_size, device)
         codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
         rule = Rule(self.scale, self.window, self.softcap, sinks=self.logits)
-        flash = _flash if gpu else dense
+        flash = dense if not gpu else _wide_flash if self.head_size > 256 else _flash
         self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
         programs = 64 * device_properties(device).processors if gpu else 0
         group = self.num_heads // self.num_kv_heads
@@ -783,10 +817,22 @@ class Impl(AttentionImpl):
                 blocks, key[: len(slots)], value[: len(slots)], slots, origins
             )
 
+    def _recent_blocks(self, layer) -> tuple:  # (blocks, name, context)
+        """The blocks of a layer's recent tokens, and the name under which the context of a step
+        tells more of them."""
+        from vllm.forward_context import get_forward_context
+
+        context, name = get_forward_context(), recent_name(layer.layer_name)
+        near = context.no_compile_layers[name]
+        if self.near[0] is not near.kv_cache:
+            states = exact_states(near.kv_cache, self.firsts, 2 * near.d, near.dtype)
+            self.near = near.kv_cache, states
+        return self.near[1], name, context
+
     def _recent_slots(self, layer) -> tuple:
         """Blocks of a layer's recent tokens, the step's slots in them, and the origins of first
         tokens or None."""
-        blocks, name, context = _recent_blocks(layer, self.firsts)
+        blocks, name, context = self._recent_blocks(layer)
         slots, told = context.slot_mapping[name], (context.attn_metadata or {}).get(name)
         if not self.firsts:
             return blocks, slots, None
@@ -828,7 +874,7 @@ class Impl(AttentionImpl):
         )
         recent = None
         if self.config.recent:
-            blocks, name, context = _recent_blocks(layer, self.firsts)
+            blocks, name, context = self._recent_blocks(layer)
             recent = Recent(
                 blocks, context.attn_metadata[name].table, self.config.recent, self.firsts
             )
