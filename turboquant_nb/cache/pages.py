@@ -340,8 +340,10 @@ def attend_cells(
             dense = [torch.cat(x, 1) for x in zip(dense, by_head((k[lo:hi], v[lo:hi])))]
         # what no query's window reaches may be gone: its block holds another layer's bytes
         gone = max(0, length - (hi - lo) - (rule.sliding_window or length) + 1)
+        for x in dense:
+            x[:, :gone] = 0
         o, s = dense_attention(
-            q[lo:hi].transpose(0, 1)[None], *(x[None, :, gone:] for x in dense), **scores
+            q[lo:hi].transpose(0, 1)[None], *(x[None] for x in dense), **scores
         )
         out[lo:hi], lse[lo:hi] = o[0].transpose(0, 1), s[0].T
     out, lse = with_sinks(out.transpose(0, 1)[None], lse.T[None], rule.sinks)

@@ -6,7 +6,8 @@
 __all__ = ['VERSIONS', 'BLOCKS', 'MOST', 'version_reason', 'version_remark', 'kernel_block', 'options_of', 'CodedWindowSpec',
            'CodedSpec', 'Pages', 'Backend', 'Meta', 'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder',
            'RecentBackend', 'RecentLayer', 'heads_of', 'workspace_floats', 'layer_reasons', 'parallel_reasons',
-           'recent_reasons', 'room_reasons', 'mean_reasons', 'connector_reasons', 'draft_reasons', 'Impl', 'register']
+           'recent_reasons', 'room_reasons', 'mean_reasons', 'connector_reasons', 'wide_reasons', 'draft_reasons',
+           'Impl', 'register']
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00007
 import os
@@ -687,6 +688,20 @@ def connector_reasons(transfer) -> list:
     return []
 
 
+def wide_reasons(
+    d: int,  # channels of a head
+    sliding_window: int | None,
+    softcap: float | None,
+) -> list:
+    "Why a layer with heads that flash attention does not take is not served on a GPU."
+    having = {"sliding window": sliding_window, "soft cap": softcap}
+    return [
+        f"heads of {d} channels, more than 256, with a {name} of {x}"
+        for name, x in having.items()
+        if x and d > 256
+    ]
+
+
 MOST = 16  # tokens of a request that the kernel on codes takes at once
 
 
@@ -732,6 +747,8 @@ class Impl(AttentionImpl):
             current.speculative_config
         )
         reasons += connector_reasons(current.kv_transfer_config)
+        if Backend.name == "CUSTOM":
+            reasons += wide_reasons(head_size, sliding_window, logits_soft_cap)
         self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
         reasons += recent_reasons(
             self.config, current.scheduler_config, current.parallel_config
