@@ -237,6 +237,13 @@ class Backend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_combination(cls, *args, use_mla=None, **more) -> str | None:
+        "Said beside vLLM's own reasons, which do not tell what serves a model instead."
+        if args[4] if use_mla is None else use_mla:
+            return "latents are served by TurboQuantCache in transformers alone"
+        return None
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         return True  # which ones: `connector_reasons`
 
