@@ -3,11 +3,12 @@ compared with those of the states that the layer was given, coded anew, and its 
 attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
-firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states, learnt,
-sizes, states, offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts,
-hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts,
-graphs_ragged, graphs_trellis, each of which is a function here. On a CPU our backend stands in
-the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
+firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
+exact_shared, learnt, sizes, shared, states, offload, offload_codes, offload_cut, drafts,
+drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs,
+graphs_drafts, graphs_firsts, graphs_ragged, graphs_trellis, each of which is a function here.
+On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
+name, in bf16."""
 
 import json
 import multiprocessing
@@ -61,6 +62,7 @@ seen = dict(
     drafted=0,
     sliding=0,
     learnt=0,
+    shared=0,
     split=0,
     centred=0,
     worst=0.0,
@@ -117,26 +119,28 @@ def gpt_oss(folder):
     return str(folder)
 
 
-def gemma_4(folder):
+def gemma_4(folder, layers=5, shared=0):
     """Heads of 256 channels in layers with a window, of 512 in the others, which have fewer of
-    them, and values that are their keys' projection."""
+    them, and values that are their keys' projection. The last layers read the caches of
+    others."""
     torch.manual_seed(0)
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3
     wide = dict(head_dim=512, num_key_value_heads=1)
     sizes = SIZES | dict(head_dim=256, num_attention_heads=4, num_key_value_heads=4)
     model = transformers.Gemma4ForCausalLM(
         transformers.Gemma4TextConfig(
-            **sizes | dict(num_hidden_layers=5),
-            layer_types=kinds[1:],
-            per_layer_config={i: wide for i in (1, 4)},
-            attention_k_eq_v=True,
+            **sizes | dict(num_hidden_layers=layers),
+            layer_types=kinds[1 : layers + 1],
+            per_layer_config={i: wide for i in range(1, layers, 3)},
+            attention_k_eq_v=not shared,
+            num_kv_shared_layers=shared,
             tie_word_embeddings=False,
             sliding_window=100,
             hidden_size_per_layer_input=0,
             pad_token_id=0,
         )
     ).float()
-    model.lm_head.weight.data *= 4
+    model.lm_head.weight.data *= 4 + 2 * shared
     model.save_pretrained(folder)
     return str(folder)
 
@@ -242,6 +246,9 @@ def watch():
         if meta is None:
             return output
         step, n, group = meta.step, kv_cache.shape[2], self.num_heads // self.num_kv_heads
+        seen["shared"] += self.shared is not None
+        layers = ours._engine_config().compilation_config.static_forward_context
+        shadow = (layers[self.shared].impl if self.shared else self).shadow
         seen["all"] += 1
         if (
             CUDA and seen["all"] % 4 and not step.chunks and not step.groups
@@ -280,7 +287,7 @@ def watch():
                 kv_cache, codes.cell, row, first + past, (key.scale_dtype, value.scale_dtype)
             )
             sides = []
-            for x, q, stored, mean in zip(self.shadow, (key, value), held, (center, None)):
+            for x, q, stored, mean in zip(shadow, (key, value), held, (center, None)):
                 exact = x[slots].transpose(0, 1)  # [H, T, d]
                 assert exact.isfinite().all(), "a token is read that was never stored"
                 shift = 0.0 if mean is None else mean[:, None].to(exact.device)
@@ -535,6 +542,16 @@ def exact_sizes(folder):
     return exact(folder, gemma_4, blocks=2000)
 
 
+def gemma_4_shared(folder):
+    "The same where the last three of eight layers read the caches of others."
+    return gemma_4(folder, 8, 3)
+
+
+def exact_shared(folder):
+    "The same where layers read the caches of others."
+    return exact(folder, gemma_4_shared, blocks=2000)
+
+
 def exact_learnt(folder):
     "The same with learnt logits in the softmax, and sliding windows."
     return exact(folder, gpt_oss)
@@ -553,17 +570,22 @@ def states(folder):
     return {}
 
 
-def sizes(folder):
+def sizes(folder, make=gemma_4):
     """Codes, 24 recent and 4 first tokens where layers have heads of two sizes and numbers, in
     pages of one size: of twice as many tokens in those with fewer bytes."""
     from turboquant_nb.serving import vllm as ours
 
-    llm = engine(gemma_4(folder / "gemma_4"), 600, of=dict(recent=24, sinks=4))
+    llm = engine(make(folder / "gemma_4"), 600, of=dict(recent=24, sinks=4))
     prompts, cached = random_prompts(300, 130, 40), []
     for batch in (prompts, [prompts[1] + prompts[0][:70]]):
         cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
     pages = ours.Backend.pages
     return dict(cached=cached, pages={n: pages.tokens_of(n) for n in sorted(pages.sizes)})
+
+
+def shared(folder):
+    "The same where layers read the caches of others."
+    return sizes(folder, gemma_4_shared)
 
 
 def learnt(folder):

@@ -604,21 +604,17 @@ def _fused(q, k, v, causal: bool, scaling: float) -> tuple:  # (output, log-sum-
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00014
 def layer_reasons(
-    alibi_slopes=None,
-    attn_type="decoder",
-    kv_cache_dtype="auto",
-    kv_sharing_target_layer_name=None,
-    other=(),
+    alibi_slopes=None, attn_type="decoder", kv_cache_dtype="auto", fast_prefill=False, other=()
 ) -> list:
     "Why a layer is not served, one reason for each thing; empty if it is."
+    other_kind = attn_type != "decoder"
     reasons = {
         "ALiBi": alibi_slopes is not None,
-        f"attention of kind {attn_type!r}: a cache of codes is for decoders": attn_type
-        != "decoder",
+        f"attention of kind {attn_type!r}: a cache of codes is for decoders": other_kind,
         f"kv_cache_dtype={kv_cache_dtype!r}: the recipe says how keys and values are held, "
         'leave it "auto"': kv_cache_dtype != "auto",
-        "layers that read the cache of "
-        f"{kv_sharing_target_layer_name}": kv_sharing_target_layer_name is not None,
+        "kv_sharing_fast_prefill, by which layers that share a cache do not see all tokens of a "
+        "step": fast_prefill,
         f"options {sorted(other)}": bool(other),
     }
     return [why for why, applies in reasons.items() if applies]
@@ -747,7 +743,7 @@ class Impl(AttentionImpl):
             alibi_slopes,
             getattr(attn_type, "value", attn_type),
             kv_cache_dtype,
-            kv_sharing_target_layer_name,
+            getattr(current.cache_config, "kv_sharing_fast_prefill", False),
             other,
         )
         reasons += parallel_reasons(current.parallel_config) + draft_reasons(
@@ -788,6 +784,11 @@ class Impl(AttentionImpl):
         )
         self.requests, self.layer = current.scheduler_config.max_num_seqs, None
         self.near = None, None  # the engine's blocks of recent tokens, and what lies in them
+        self.shared = kv_sharing_target_layer_name  # the layer whose cache it reads
+        # the step's keys and values, where other layers read this one's cache; None: none does
+        self.now = None
+        if self.shared:
+            current.compilation_config.static_forward_context[self.shared].impl.now = ()
         _made_with[:] = [current]
 
     def _make(self, name: str, device, dtype, tokens: int) -> None:
@@ -821,6 +822,11 @@ class Impl(AttentionImpl):
             device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype
         )
 
+    def _made(self, layer, states: Tensor, tokens: int) -> None:
+        "Make them, unless they are there for blocks of so many tokens."
+        if self.layer is None or self.layer.codes.cell.tokens != tokens:
+            self._make(self.shared or layer.layer_name, states.device, states.dtype, tokens)
+
     def _page_tokens(self) -> int:
         "Coded tokens of a page of this layer."
         each = self.num_kv_heads * self.config.bytes_per_token(self.head_size)
@@ -828,8 +834,9 @@ class Impl(AttentionImpl):
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         "Code this step's tokens into their slots."
-        if self.layer is None or self.layer.codes.cell.tokens != kv_cache.shape[2]:
-            self._make(layer.layer_name, key.device, key.dtype, kv_cache.shape[2])
+        self._made(layer, key, kv_cache.shape[2])
+        if self.now is not None:  # copies, since graphs use their memory again
+            self.now = key.clone(), value.clone()
         n, recent = (
             slot_mapping.shape[0],
             self._recent_slots(layer) if self.config.recent else None,
@@ -846,7 +853,7 @@ class Impl(AttentionImpl):
         tells more of them."""
         from vllm.forward_context import get_forward_context
 
-        context, name = get_forward_context(), recent_name(layer.layer_name)
+        context, name = get_forward_context(), recent_name(self.shared or layer.layer_name)
         near = context.no_compile_layers[name]
         if self.near[0] is not near.kv_cache:
             states = exact_states(near.kv_cache, self.firsts, 2 * near.d, near.dtype)
@@ -887,9 +894,13 @@ class Impl(AttentionImpl):
             )
         if attn_metadata is None:
             if self.layer is None:
-                tokens = kernel_block(self._page_tokens())
-                self._make(layer.layer_name, query.device, query.dtype, tokens)
+                self._made(layer, query, kernel_block(self._page_tokens()))
             return output.fill_(0)
+        if self.shared:
+            from vllm.forward_context import get_forward_context
+
+            self._made(layer, query, kv_cache.shape[2])
+            key, value = get_forward_context().no_compile_layers[self.shared].impl.now
         shaped = output.view(len(output), self.num_heads, self.head_size)
         q, k, v = (
             query.view(len(query), self.num_heads, -1),
@@ -941,7 +952,7 @@ def _with_recent(old):
 
     def __init__(self, *args, **kwargs):
         old(self, *args, **kwargs)
-        if _is_ours(self) and self.impl.config.recent:
+        if _is_ours(self) and self.impl.config.recent and not self.impl.shared:
             from vllm.config import get_current_vllm_config
 
             layers = get_current_vllm_config().compilation_config.static_forward_context
