@@ -613,8 +613,8 @@ def layer_reasons(
         f"attention of kind {attn_type!r}: a cache of codes is for decoders": other_kind,
         f"kv_cache_dtype={kv_cache_dtype!r}: the recipe says how keys and values are held, "
         'leave it "auto"': kv_cache_dtype != "auto",
-        "kv_sharing_fast_prefill, by which layers that share a cache do not see all tokens of a "
-        "step": fast_prefill,
+        "kv_sharing_fast_prefill, by which layers that share a cache do not see all "
+        "tokens of a step": fast_prefill,
         f"options {sorted(other)}": bool(other),
     }
     return [why for why, applies in reasons.items() if applies]
