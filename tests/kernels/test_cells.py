@@ -674,6 +674,8 @@ def test_compiled_for_hopper():
         dict(kernel="work"),
         dict(kernel="work", sliding=True),
         dict(kernel="portable", **two),
+        dict(kernel="fragments", d=512, tokens=128),
+        dict(kernel="past", d=512, tokens=128),
         script="aot_cells.py",
     )
     for got in rows:
