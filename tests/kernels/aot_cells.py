@@ -209,7 +209,8 @@ def append(c, steps=4, centred=False, step=0):
         PDL=True,
         STEP=step,
     )
-    return compiled(cells._append_kernel, constants, num_warps=4, num_stages=2)
+    warps = 8 if max(c.d_key, c.d_value) > 128 else 4
+    return compiled(cells._append_kernel, constants, num_warps=warps, num_stages=2)
 
 
 def past(c, codebook=None):
@@ -220,7 +221,7 @@ def past(c, codebook=None):
         KA=k,
         VA=v,
         R=c.tokens // 4,
-        BR=16 if codebook else min(c.tokens, 64),
+        BR=16 if codebook or c.d_key > 256 else min(c.tokens, 64),
         KB=c.key_bits,
         VB=c.value_bits,
     )

@@ -6,6 +6,8 @@
 __all__ = ['CellPlan', 'append_cells']
 
 # %% ../../nbs/45b_cells.ipynb #45b00008
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from turboquant_nb.kernels.encode import (
     CodedSide,
     CodingConstants,
     device_properties,
+    untried,
     window_room,
     window_searches,
 )
@@ -57,8 +60,7 @@ class CellPlan(CellCodes):
             )
         super().__init__(key, value, CellLayout.of(key, value, tokens), center)
         self.plan = Plan.of(key, value, tokens, key.device)
-        wide = f"head size must be at most 256 here, got {max(key.d, value.d)}"
-        if why := self.plan.why or (wide if max(key.d, value.d) > 256 else ""):
+        if why := self.plan.why or untried(max(key.d, value.d), key.device):
             raise ValueError(f"no kernel reads these codes: {why}")
         self.tables, self.device, self.scale_dtype = (
             self.plan.tables,
@@ -110,7 +112,7 @@ class CellPlan(CellCodes):
         ]
         return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
 
-    @property
+    @cached_property
     def offsets(self) -> tuple:
         "`places` of keys and of values."
         return self.places("key"), self.places("value")

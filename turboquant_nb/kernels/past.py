@@ -112,7 +112,7 @@ def past_cells(
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
-    places = plan.offsets
+    places, wide = plan.offsets, max(cell.d_key, cell.d_value) > 256
     _past_kernel[(count, cache.shape[1])](
         LEVELS=plan.tables.levels,
         TABLE=table,
@@ -133,7 +133,7 @@ def past_cells(
         DVP=padded_size(cell.d_value),
         R=cell.tokens // 4,
         # what a window sees costs registers
-        BR=16 if any(plan.tables.chains) else min(cell.tokens, 64),
+        BR=min(cell.tokens, 16 if any(plan.tables.chains) or wide else 64),
         KB=cell.key_bits,
         VB=cell.value_bits,
         **plan.chains,
