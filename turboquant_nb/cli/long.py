@@ -149,9 +149,8 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         return longer.with_ablations(model, compared) if asked.causes else compared
 
     def units(n):
-        batches = [-(-len(x) // common.files.batch) for x in state["items"].values()]
         agrees = (1 + asked.text_windows * n) * (_AGREEMENT in asked.tasks)
-        return sum(batches) * (n + 1) + agrees
+        return sum(map(len, state["items"].values())) * (n + 1) + agrees
 
     def more(rows):
         found = longer.adjusted(longer.with_causes(rows), state["design"]["tests"])
