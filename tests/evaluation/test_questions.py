@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 
-from turboquant_nb.evaluation import questions
+from turboquant_nb.evaluation import questions, ruler
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.evaluation.questions import (
     TASKS,
@@ -280,14 +280,14 @@ def test_answers_are_compared_by_words():
 
 def test_tasks_after_ruler_have_one_length_and_want_all():
     _, tokenizer = load_model()
-    read = questions._ruler(questions.variables, 256)
+    read = questions._ruler(ruler.variables, 256)
     items = list(read(None, tokenizer))
     assert [x.number for x in items] == [str(i) for i in range(64)]
     assert {len(x.ask) for x in items} == {256} and len({tuple(x.ask) for x in items}) == 64
     text = tokenizer.decode(items[0].ask)
-    chain = next(q for q in questions.variables(1, torch.Generator().manual_seed(256)))
+    chain = next(q for q in ruler.variables(1, torch.Generator().manual_seed(256)))
     assert chain.ask in text
     names = [fact.split()[1] for _, fact in chain.facts if chain.judge(fact.split()[1])]
     assert len(names) == 4 and items[0].judge(", ".join(names), [])
     assert not items[0].judge(", ".join(names[:3]), [])
-    assert {f"{x}-{n}k" for x in questions.RULER for n in (4, 16)} <= set(TASKS)
+    assert {f"{x}-{n}k" for x in ruler.RULER for n in (4, 16)} <= set(TASKS)
