@@ -243,7 +243,7 @@ def documents(
     length: int,  # tokens of the prompt, at most
     g,
 ) -> str:  # a message
-    "A question below numbered documents in any order, of the others as many as there is room for."
+    "A question below numbered documents in any order, of the others as many as there is room."
     how = "Answer the question from the documents, in a few words and without an explanation."
     kept, room = [*needed], length - sum(tokens([*needed, how, ask])) - 64
     for text, size in zip(others, tokens(others)):
