@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+import re
 import sqlite3
 import sys
 import zipfile
@@ -291,3 +292,19 @@ def test_tasks_after_ruler_have_one_length_and_want_all():
     assert len(names) == 4 and items[0].judge(", ".join(names), [])
     assert not items[0].judge(", ".join(names[:3]), [])
     assert {f"{x}-{n}k" for x in ruler.RULER for n in (4, 16)} <= set(TASKS)
+
+
+def test_a_novel_asks_for_what_it_told():
+    items = {x.number: x for x in TASKS["novel"].items(None, None, "all")}
+    assert len(items) == 32 and turns([*items.values()]) == 32 * 12
+    back = set()
+    for x in items.values():
+        told = {}
+        for turn, (ask, judge) in enumerate(zip(x.ask, x.judge)):
+            ((who, number),) = re.findall(r"One pass number of (\w+) is (\d{5})\.", ask)
+            told[who] = turn, number
+            at, want = told[re.search(r"pass number of (\w+)\?", ask).group(1)]
+            back.add(turn - at)
+            assert judge(f"It is {want}.", []) and not judge("10000", []) and len(ask) > 1200
+        assert len(told) == 12 and len(set(x.ask)) == 12
+    assert back == set(range(12)) and items["0"].ask != items["1"].ask

@@ -38,8 +38,8 @@ class _Asked:
     tasks: list[str] = option(
         ("loops", "arithmetic"),
         "agreement, loops, arithmetic, gsm8k, math, humaneval, mbpp, calls-simple, "
-        "calls-multiple, calls-parallel, schemas, coqa, needle-1k, -4k, -8k, -16k, papers, "
-        "and RULER's, -4k, -8k or -16k: single, keys, values, queries, noise, codes, lines, "
+        "calls-multiple, calls-parallel, schemas, coqa, novel, needle-1k, -4k, -8k, -16k, "
+        "papers, and RULER's, -4k, -8k or -16k: single, keys, values, queries, noise, codes, lines, "
         "lines-of-codes, variables, words, frequent, squad, hotpot.",
         metavar="TASK",
     )

@@ -22,7 +22,7 @@ from typing import Callable, NamedTuple
 import torch
 
 from .models import sample_text
-from .ruler import RULER, documents, draw, prompts
+from .ruler import NAMES, RULER, documents, draw, mentions, prompts
 from .sandbox import program_in, run_program
 from .tasks import _needle_texts
 
@@ -386,6 +386,25 @@ def _coqa(rows, tokenizer):
         yield Item(key, tuple(asks), tuple(judge(x["answers"]) for x in docs))
 
 
+def _novel(rows, tokenizer):
+    "A book in twelve parts, each with a number that this turn or a later one asks for."
+    book, turns, size = sample_text().split(), 12, 300
+    for i in range(32):
+        g, asks, wanted = torch.Generator().manual_seed(i), [], []
+        who, numbers = draw(turns, 0, len(NAMES), g), draw(turns, 10000, 100000, g)
+        for turn in range(turns):
+            start = (211 * i + size * turn) % (len(book) - size)
+            part, at = book[start : start + size], draw(1, 0, size, g)[0]
+            fact = f"One pass number of {NAMES[who[turn]]} is {numbers[turn]}."
+            told = " ".join([*part[:at], fact, *part[at:]])
+            of = draw(1, 0, turn + 1, g)[0]
+            ask = f"What is the pass number of {NAMES[who[of]]}? Answer with the number only."
+            asks.append(f"Part {turn + 1} of a novel:\n\n{told}\n\n{ask}")
+            judge = mentions([numbers[of]])
+            wanted.append(lambda text, tokens, judge=judge: judge(text) == 1)
+        yield Item(str(i), tuple(asks), tuple(wanted))
+
+
 def _own_references(schema: dict, text: str) -> bool:
     "Whether all that a schema refers to stands in it."
     for path in re.findall(r'"\$ref": "([^"]*)"', text):
@@ -575,6 +594,7 @@ TASKS = {
         ),
         _olmo("papers", "long reading", 8, _papers, "qasper_yesno/rc_5shot"),
         _olmo("coqa", "conversation", 24, _coqa, "coqa/bpb_0shot"),
+        Task("novel", "conversation", 16, _novel),
         Task(
             "schemas",
             "structure",
