@@ -39,8 +39,8 @@ class _Asked:
         ("loops", "arithmetic"),
         "agreement, loops, arithmetic, gsm8k, math, humaneval, mbpp, calls-simple, "
         "calls-multiple, calls-parallel, schemas, coqa, novel, needle-1k, -4k, -8k, -16k, "
-        "papers, and RULER's, -4k, -8k or -16k: single, keys, values, queries, noise, codes, lines, "
-        "lines-of-codes, variables, words, frequent, squad, hotpot.",
+        "papers, and RULER's, -4k, -8k or -16k: single, keys, values, queries, noise, codes, "
+        "lines, lines-of-codes, variables, words, frequent, squad, hotpot.",
         metavar="TASK",
     )
     data: str = option(".", "Folder with the wheels that hold the questions.", metavar="FOLDER")
