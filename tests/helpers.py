@@ -182,7 +182,7 @@ class RecentBlocks:
             )
         recent, wrong = Recent(self.cache, table, self.window, self.sinks), []
         for i, (name, p) in enumerate(zip(names, pasts)):
-            k, v = recent.read_first(i, p, 1)
+            (((k, v), _),) = recent.read(recent.places([(i, p)]), 1)
             ids = torch.tensor(work[name][0][: len(k)])[:, None, None].expand(-1, 2, 1)
             self.seen["read"] += len(k)
             if not (torch.equal(k, ids.float()) and torch.equal(v, -ids.float())):

@@ -6,6 +6,7 @@ import torch
 
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -96,6 +97,16 @@ CASES = {  # bench, or bench and what it is truncated to
 }
 
 
+def add_shapes(p, shapes):
+    "The shapes that a command names, see `shapes_of`."
+    said = "sequences, KV heads, group, head size, tokens: " + shapes[0]
+    p.add_argument("--shapes", nargs="+", default=[*shapes], help=said)
+
+
+def shapes_of(a):
+    return [Shape(*map(int, x.split("x"))) for x in a.shapes]
+
+
 def frequencies(d):
     "Of RoPE, base 10,000."
     return 10000.0 ** (-torch.arange(0, d, 2) / d)
@@ -139,5 +150,5 @@ def held(recipe, k, v, room=None):
     )
     step = max(256, 2**21 // (batch * d))  # whatever the heads: a first chunk's mean is its own
     for i in range(0, tokens, step):
-        store.append(k[:, :, i : i + step], v[:, :, i : i + step])
+        ops.append(store, k[:, :, i : i + step], v[:, :, i : i + step])
     return store

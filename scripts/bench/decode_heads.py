@@ -15,8 +15,8 @@ Gate: what each query head gets is what it gets from a store of its KV head alon
 the largest output."""
 
 import torch
-from bench.cases import DEVICE, Shape, frequencies, held, states
-from bench.timing import clock_times, event_time, kernel_times, quantiles, replayed
+from bench.cases import DEVICE, add_shapes, frequencies, held, shapes_of, states
+from bench.timing import append_times, clock_times, kernel_times, quantiles, replayed
 from plan import Plan
 
 from turboquant_nb.cache.store import KVStore
@@ -105,23 +105,15 @@ def gate(shapes, codebooks):
     }
 
 
-def appended(recipe, shape, calls=20, first=70):
+def appended(recipe, shape, first=70):
     "µs of one token of each sequence, a share of some steps in a CUDA graph."
     _, k, v = states(shape._replace(tokens=first + 2))
-    stores = {}
-    for r, at in groups_of(recipe, shape.heads):
-        store = KVStore(
-            r,
-            shape.batch,
-            len(at),
-            shape.d,
-            dtype=k.dtype,
-            device=k.device,
-            static=True,
-            max_length=2048,
-            inv_freq=frequencies(shape.d),
-        )
-        stores[at] = store
+    more = dict(dtype=k.dtype, device=k.device, static=True, max_length=2048)
+    more["inv_freq"] = frequencies(shape.d)
+    stores = {
+        at: KVStore(r, shape.batch, len(at), shape.d, **more)
+        for r, at in groups_of(recipe, shape.heads)
+    }
     one = lambda x, a, b: x[:, :, a:b].contiguous()
 
     def step(a, b):
@@ -131,15 +123,7 @@ def appended(recipe, shape, calls=20, first=70):
 
     for a, b in ((0, first), (first, first + 1), (first + 1, first + 2)):
         step(a, b)
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            step(first, first + 1)
-    for _ in range(40):
-        for store in stores.values():
-            store.clock.position.fill_(first)
-        times.append(event_time(graph.replay) * 1e3 / calls)
-    return quantiles(times[10:])
+    return quantiles(append_times(lambda: step(first, first + 1), stores.values(), first))
 
 
 @torch.no_grad()
@@ -181,12 +165,7 @@ def compared(means, path, name, found):
 
 
 def options(p):
-    p.add_argument(
-        "--shapes",
-        nargs="+",
-        default=list(SHAPES),
-        help="sequences, KV heads, group, head size, tokens: " + SHAPES[0],
-    )
+    add_shapes(p, SHAPES)
     p.add_argument(
         "--codebooks", nargs="+", default=["sphere", "trellis_fast", "trellis"], help="codes"
     )
@@ -194,7 +173,7 @@ def options(p):
 
 
 def plan(a):
-    shapes = [Shape(*map(int, x.split("x"))) for x in a.shapes]
+    shapes = shapes_of(a)
     if any(x.heads % 4 for x in shapes):
         raise SystemExit("--shapes: KV heads must be a multiple of 4")
     passed = gate(shapes, a.codebooks)

@@ -1,6 +1,8 @@
 """Decode attention on codes against the best attention on bf16 and fp8, one NVIDIA GPU: run.py
-decode_kernel [--quick] [--seconds S] [--after FILE [--again SHAPE …]] --out FILE.
+decode_kernel [--quick | --shapes SHAPE …] [--seconds S] [--after FILE [--again SHAPE …]]
+--out FILE.
 
+--shapes measures attention of one token on these shapes alone.
 --after takes the rows of an earlier file and measures what it lacks; of a shape that --again
 names (8x8x4x128x32768: sequences, KV heads, group, head size, tokens) the rows with a pre-RoPE
 mean are measured again, against the baselines of that file.
@@ -352,7 +354,9 @@ def measure_chunks(case: Shape, chunk=2048, repeats=3, few=40):
 
 
 def options(p):
-    p.add_argument("--quick", action="store_true", help="four cases only")
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="four cases only")
+    which.add_argument("--shapes", nargs="+", default=[], help="these, as --again names them")
     p.add_argument("--seconds", type=float, default=0.1, help="measuring time of one row")
     p.add_argument("--after", help="rows of this earlier file are kept")
     p.add_argument(
@@ -368,16 +372,17 @@ def shape_of(row):
     return Shape(*(row[x] for x in Shape._fields))
 
 
-def rows(cases, whole, seconds, known, again):
+def rows(cases, quick, whole, seconds, known, again):
     "What is measured, case by case; `known`: rows of an earlier file."
     head, have = cases[0], {shape_of(r) for r in known}
-    if not any(r["method"] == "codes, drafts" for r in known):
+    if whole and not any(r["method"] == "codes, drafts" for r in known):
         yield from measure_drafts(head, seconds)
         yield from measure_drafts(Shape(1, 8, 4, 128, 8192), seconds)
         yield from measure_chunks(Shape(1, 8, 4, 128, 32768))
     for i, case in enumerate(cases):
         if case not in have:
-            yield from measure(case, ALL_BITS if i == 0 and whole else BITS, seconds)
+            every = i == 0 and whole and not quick
+            yield from measure(case, ALL_BITS if every else BITS, seconds)
     for case in again:
         yield from measure(
             case, BITS, seconds, [r for r in known if r["bits"] == 16 and shape_of(r) == case]
@@ -385,10 +390,10 @@ def rows(cases, whole, seconds, known, again):
 
 
 def plan(a):
-    cases, again = (
-        CASES["decode_kernel, quick" if a.quick else "decode_kernel"],
-        [Shape(*map(int, x.split("x"))) for x in a.again],
+    shapes, again = (
+        [Shape(*map(int, x.split("x"))) for x in names] for names in (a.shapes, a.again)
     )
+    cases = shapes or CASES["decode_kernel, quick" if a.quick else "decode_kernel"]
     known = earlier(a)
     have = {shape_of(r) for r in known}
     if missing := [x for x in again if x not in have]:
@@ -403,7 +408,7 @@ def plan(a):
     return Plan(
         "decode",
         gate(new),
-        rows(cases, not a.quick, a.seconds, known, again),
+        rows(cases, a.quick, not shapes, a.seconds, known, again),
         data,
         before=known,
     )

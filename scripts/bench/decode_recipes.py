@@ -22,9 +22,9 @@ from functools import partial
 import torch
 from bench import decode_cpu
 import torch.nn.functional as F
-from bench.cases import Shape, frequencies, held, states
+from bench.cases import add_shapes, frequencies, held, shapes_of, states
 from plan import Plan
-from bench.timing import event_time, host_times, kernel_times, quantiles, replayed
+from bench.timing import append_times, host_times, kernel_times, quantiles, replayed
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
@@ -111,10 +111,9 @@ def rows(shapes, recipes, seconds):
                 yield about | dict(path=path, speedup=exact["p50"] / found["p50"]) | found
 
 
-def append_rows(shape, recipes, calls=20, first=70):
+def append_rows(shape, recipes, first=70):
     "One token of each sequence, in a graph and launched."
-    tokens = first + 2 * calls
-    _, k, v = states(shape._replace(tokens=tokens))
+    _, k, v = states(shape._replace(tokens=first + 2))
     for name, recipe in recipes.items():
         make = partial(KVStore, recipe, *k.shape[:2], shape.d, dtype=k.dtype, device=k.device)
         more = dict(max_length=2048, inv_freq=frequencies(shape.d))
@@ -125,15 +124,8 @@ def append_rows(shape, recipes, calls=20, first=70):
         one = [x[:, :, -1:].contiguous() for x in (k, v)]
         row = shape._asdict() | dict(unit="microseconds", recipe=name)
         row["why"] = ops.select_coder(stores[0]).why
-        graph, times = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                ops.append(stores[0], *one)
-        for _ in range(40):
-            stores[0].clock.position.fill_(first)
-            times.append(event_time(graph.replay) * 1e3 / calls)
-        stores[0].sync()
-        yield row | dict(path="append, graph", n=30) | quantiles(times[10:])
+        times = append_times(lambda: ops.append(stores[0], *one), stores[:1], first)
+        yield row | dict(path="append, graph", n=len(times)) | quantiles(times)
 
         def back():
             stores[1].length = first
@@ -143,12 +135,7 @@ def append_rows(shape, recipes, calls=20, first=70):
 
 
 def options(p):
-    p.add_argument(
-        "--shapes",
-        nargs="+",
-        default=list(SHAPES),
-        help="sequences, KV heads, group, head size, tokens: " + SHAPES[0],
-    )
+    add_shapes(p, SHAPES)
     p.add_argument("--trellis", action="store_true", help="trellis codes beside uniform bits")
     p.add_argument(
         "--match", default="", help="only recipes whose name matches this regular expression"
@@ -157,7 +144,7 @@ def options(p):
 
 
 def plan(a):
-    shapes = [Shape(*map(int, x.split("x"))) for x in a.shapes]
+    shapes = shapes_of(a)
     recipes = TRELLIS if a.trellis else RECIPES
     recipes = {name: r for name, r in recipes.items() if re.search(a.match, name)}
     passed = gate(shapes, recipes)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from bench.cases import CASES, DEVICE, Append, frequencies
 from plan import Plan
-from bench.timing import event_time, host_times, kernel_times, quantiles
+from bench.timing import append_times, event_time, host_times, kernel_times, quantiles
 
 from turboquant_nb.cache.store import make_room
 from turboquant_nb.kernels import encode as kernel
@@ -251,23 +251,10 @@ def append_store(case: Append, static, rotation="hadamard"):
     return store, k, v
 
 
-def graph_times(case: Append, rotation="hadamard", calls=20):
+def graph_times(case: Append, rotation="hadamard"):
     "µs of an append in a CUDA graph."
     store, k, v = append_store(case, True, rotation)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            kernel.append(store, k, v)
-    out = []
-    for _ in range(40):
-        store.clock.position.fill_(70)
-        out.append(event_time(graph.replay) * 1e3 / calls)
-    store.sync()
-    if store.length != 70 + calls * case.tokens:
-        raise SystemExit(
-            f"{store.length} tokens after the replay, expected {70 + calls * case.tokens}"
-        )
-    return out[10:]
+    return append_times(lambda: kernel.append(store, k, v), [store], tokens=case.tokens)
 
 
 def host_times_of(case: Append):

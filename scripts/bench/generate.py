@@ -1,6 +1,6 @@
 """Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick]
-[--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] [--drafts 1x8192 …] --out
-FILE.
+[--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] [--drafts 1x8192 …]
+[--logits 8x2048 …] --out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are
 filled with random states in place of a prompt, so that no time goes into prefill; a step is the
@@ -38,7 +38,11 @@ chunks by what kernels do. --drafts 1xT with --lookup N …: calls with prompt l
 (0: one by one) on a model that counts, t, t+1, …, after a prompt that does too but for a jump
 in one of --jumps tokens: the drafts that meet no jump are right. Every mode must give the
 tokens that counting gives; `passes` are forward passes after the prompt, `a_pass` the tokens
-that each gave. --filled BxT: caches filled by random states, from which calls go on, so without
+that each gave. --logits BxT: the logits of 32 steps on random ids after a prompt, of compiled
+parts against those of the model as it loads, each on a cache of its own: the `largest`
+difference of a logit and that of the `first` step, the logits' `deviation`, `alike`, the share
+of equal tokens, and the largest `margin` between the two best logits where they are not equal.
+--filled BxT: caches filled by random states, from which calls go on, so without
 `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of
@@ -756,6 +760,42 @@ def drafts(a, model, shapes):
     hook.remove()
 
 
+def logits_of(model, batch, prompt, mode, steps=32):
+    "Logits [steps, batch, V] fp32 after a prompt of random ids, in eager steps on random ids."
+    use(model, OURS, mode)
+    cache = TurboQuantCache(model, "k3v3", graphs=False)
+    model(random_ids(model, batch, prompt, 0), past_key_values=cache, logits_to_keep=1)
+    ids = random_ids(model, batch, steps, 1)
+    one = lambda i: model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1].float()
+    with parts(model, OURS, mode) as compiled:
+        return torch.stack([one(i) for i in range(steps)]), compiled
+
+
+@torch.no_grad()
+def compared(model, shapes):
+    "Rows: how far compiled steps are from those of the model as it loads."
+    for batch, prompt in shapes:
+        want, _ = logits_of(model, batch, prompt, "graphs")
+        got, compiled = logits_of(model, batch, prompt, "graphs, compiled")
+        apart, (top, best) = (got - want).abs(), want.topk(2)
+        other = got.argmax(-1) != best[..., 0]
+        margin = (top[..., 0] - top[..., 1])[other]
+        yield dict(
+            cache=OURS,
+            mode="graphs, compiled: logits",
+            batch=batch,
+            prompt=prompt,
+            compiled=compiled,
+            n=other.numel(),
+            unit="logit",
+            largest=float(apart.max()),
+            first=float(apart[0].max()),
+            deviation=float(want.std()),
+            alike=1 - float(other.float().mean()),
+            margin=float(margin.max()) if len(margin) else 0.0,
+        )
+
+
 def replayed_tokens():
     """Whether generate() gives the same tokens with replayed steps as with eager ones, padded
     and over a tile's border."""
@@ -849,6 +889,13 @@ def options(p):
         help="measure whole calls of generate() with drafts by prompt lookup, and nothing else",
     )
     p.add_argument(
+        "--logits",
+        nargs="+",
+        metavar="BxT",
+        default=(),
+        help="compare the logits of compiled steps with those of the model as it loads",
+    )
+    p.add_argument(
         "--lookup",
         nargs="+",
         type=int,
@@ -938,6 +985,7 @@ def by_the_clock(a, before):
     pairs = lambda shapes: [tuple(map(int, x.split("x"))) for x in shapes]
     yield from walls(a, model, pairs(a.filled), before, held=True)
     yield from walls(a, model, pairs(a.wall), before)
+    yield from compared(model, pairs(a.logits))
     yield from prompts(a, model, pairs(a.prompts))
     yield from drafts(a, model, pairs(a.drafts))  # the last: they change the weights
 
@@ -946,7 +994,7 @@ def plan(a):
     name = "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes"
     about = dict(model={"id": name, "revision": "none"})
     before, checked = earlier(a), gate()
-    calls = [*a.wall, *a.filled, *a.prompts, *a.drafts]
+    calls = [*a.wall, *a.filled, *a.logits, *a.prompts, *a.drafts]
     if calls:
         cmd = "tokens of replayed steps are those of eager ones; " + checked["cmd"]
         checked = {"cmd": cmd, "passed": bool(checked["passed"] and replayed_tokens())}

@@ -59,6 +59,24 @@ def event_time(f):
     return start.elapsed_time(end)
 
 
+def append_times(append, stores, first=70, tokens=1):
+    """µs of one of 20 appends of so many tokens in a CUDA graph, to static stores of `first`
+    tokens and some more, each of which has appended so before."""
+    graph, out, calls = torch.cuda.CUDAGraph(), [], 20
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            append()
+    for _ in range(40):
+        for store in stores:
+            store.clock.position.fill_(first)
+        out.append(event_time(graph.replay) * 1e3 / calls)
+    for store in stores:
+        store.sync()
+        if store.length != (due := first + calls * tokens):
+            raise SystemExit(f"{store.length} tokens after the replay, expected {due}")
+    return out[10:]
+
+
 def step_times(f, least=10, most=100, seconds=0.0, warm=3):
     """Quantiles in ms of a step that runs again and again, as decoding does (no cache is
     emptied): `least` calls, and up to `most` while `seconds` last."""

@@ -3,19 +3,19 @@
 
 Four short tasks whose answers a program can judge: sums of two numbers, a number that stands in
 the text and is asked for at its end, an object in JSON that must hold what a sentence says, and
-a Python function that is run against checks in a process of its own. Six long ones after RULER
+a Python function that is run against checks in a process of its own. Long ones after RULER
 (Hsieh et al. 2024, arXiv 2404.06654), in words of our own and with a book as the haystack: a
 number among none (`single`) or seven others (`keys`), three numbers of one name (`values`), the
 numbers of three names (`queries`), the variables that get one number through a chain of
-assignments (`variables`), and the three most frequent words of a list (`words`). Every question
-stands behind a piece of a book, cut so that all prompts of a task have the same length: then a
-task is one batch, and the answer is not among the last tokens that a recipe keeps exact. A
-prompt is read once and exactly; each cache gets its states except the last token's, so that
-every token of an answer, the first one too, is chosen by attention on codes. Decoding is
-greedy. Rows hold counts with Wilson's interval at 95 %, how many answers a cache loses and
-gains beside the uncompressed one, as `share` the mean share of what was asked for that an
-answer has, which is RULER's score, and where one number is asked for its depths in the text,
-which are spread evenly.
+assignments (`variables`), the three most frequent words of a list (`words`), and others of
+`evaluation.ruler`. Every question stands behind a piece of a book, cut so that all prompts of a
+task have the same length: then a task is one batch, and the answer is not among the last tokens
+that a recipe keeps exact. A prompt is read once and exactly; each cache gets its states except
+the last token's, so that every token of an answer, the first one too, is chosen by attention on
+codes. Decoding is greedy. Rows hold counts with Wilson's interval at 95 %, how many answers a
+cache loses and gains beside the uncompressed one, as `share` the mean share of what was asked
+for that an answer has, which is RULER's score, and where one number is asked for its depths in
+the text, which are spread evenly.
 
 `--budget` adds a cache of so many bits per value at every length, everything counted: the most
 bits, in halves, that four first and 16 recent exact tokens leave. `--after` takes the rows of
@@ -37,7 +37,7 @@ from plan import Plan, earlier, must_pass
 
 from turboquant_nb.cli.plan import CacheSize
 from turboquant_nb.evaluation.candidates import as_candidate
-from turboquant_nb.evaluation.questions import NAMES, RULER, Question, mentions, prompts
+from turboquant_nb.evaluation.ruler import NAMES, RULER, Question, mentions, prompts
 from turboquant_nb.evaluation.sandbox import program_in, run_program
 from turboquant_nb.evaluation.score import Prefill, prefill
 from turboquant_nb.evaluation.significance import wilson

@@ -1,7 +1,7 @@
 """Perplexity of data-free, folded and transformed codes, and of bits by layer (chapters 60, 61,
 62 and 91): run.py calibrated --calibrate FILE ... --out FILE [options of recipes].
 
-The windows, recipes and protocols of search.py, whose codes without packing it takes. `--parts`
+The windows, recipes and protocols of search.py. `--parts`
 names what is measured: `main` (the texts of --text, all bits and both protocols), `domains`
 (--domain NAME=FILE: other kinds of text, calibrated as before), `tokens` (less text to
 calibrate on) `length` (windows longer than those of the calibration), `gains` (the same by
@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from eval.search import UNPACKED, gate, recipe, stored_bits
+from eval.search import ONE_PASS, recipe, stored_bits
 from eval.windows import Windows, add_options, add_protocols, texts_of
 from plan import Plan
 
@@ -26,7 +26,7 @@ from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.calibration.fold import fit_fold, fold, unfold
 from turboquant_nb.calibration.sensitivity import measure_sensitivity
 from turboquant_nb.evaluation.candidates import as_candidate
-from turboquant_nb.evaluation.score import paired
+from turboquant_nb.evaluation.score import one_pass_gate, paired
 from turboquant_nb.hf import TurboQuantCache, layer_frequencies
 from turboquant_nb.quant.calibration import apply_bit_budget
 from turboquant_nb.quant.mixed_precision import head_recipes
@@ -83,7 +83,7 @@ def measured(w, part, ways, bits, protocols, **more):
                 if how == "folded":
                     fold(w.model, found)
                 here = folded if how == "folded" else w
-                loss = here.score(as_candidate(w.model, r, "x"), protocol, UNPACKED).loss
+                loss = here.score(as_candidate(w.model, r, "x"), protocol, ONE_PASS).loss
                 if how == "folded":
                     unfold(w.model)
                 held = recipes_of(w.model, PLAIN[name], 4, 0 if protocol == "stress" else 16)
@@ -109,7 +109,7 @@ def by_layer(w, source, calibration, budgets, protocols):
             r = TurboQuantCache(w.model, base, calibration=found, budget=budget).recipes
             spent = [[x.key.bits, x.value.bits] for x in r]
             for protocol in protocols:
-                loss = w.score(as_candidate(w.model, r, "x"), protocol, UNPACKED).loss
+                loss = w.score(as_candidate(w.model, r, "x"), protocol, ONE_PASS).loss
                 plain = [replace(x, key=replace(x.key, rotation="hadamard")) for x in r]
                 held = plain if protocol == "decode" else [replace(x, recent=0) for x in plain]
                 what = dict(part="layers", how=how, budget=budget, spent=spent)
@@ -231,4 +231,4 @@ def plan(a):
     source = w.text(texts_of(a.calibrate), len(a.calibrate), a.calibrate_length)
     said = f"{source.numel()} tokens, one window of each of {len(source)} other texts"
     data = w.data | {"calibration": f"{said} of the same source"}
-    return Plan("calibrated", gate(w.model, w.ids), rows(a, w, source), data, w.origin)
+    return Plan("calibrated", one_pass_gate(w.model, w.ids), rows(a, w, source), data, w.origin)

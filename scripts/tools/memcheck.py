@@ -24,16 +24,10 @@ from typing import NamedTuple
 import torch
 
 from turboquant_nb.kernels import blocks, encode, launch, ops
-from turboquant_nb.kernels.cells import (
-    CellPlan,
-    Launching,
-    append_cells,
-    append_recent,
-    decode_cells,
-    join_past,
-    locate_sinks,
-    past_cells,
-)
+from turboquant_nb.kernels.cell_attention import Launching, decode_cells
+from turboquant_nb.kernels.cells import CellPlan, append_cells
+from turboquant_nb.kernels.past import join_past, past_cells
+from turboquant_nb.kernels.recent import append_recent, locate_sinks
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.cache.pages import Exact, Recent, Requests
@@ -295,7 +289,8 @@ def sink_case(case):
         locate_sinks(rows, end.to(DEVICE, torch.int32), starts, slots, size, origins)
         append_recent(near.cache, *states(2, len(slots), heads, d), slots, origins)
         begin = end
-    assert all(near.read_first(i, int(past), d)[0].ne(0).any() for i, past in enumerate(begin))
+    found = near.read(near.places([*enumerate(begin.tolist())]), d)
+    assert all(first.ne(0).any() for (first, _), _ in found)
     q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
     for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
         kernel = kernel if plan.supports(kernel)[0] else "portable"

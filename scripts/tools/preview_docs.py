@@ -713,7 +713,7 @@ def check_equations(name, cells, problems):
     """The one scheme of a chapter's equations, which every renderer shows alike: each display
     ends in `\\tag{chapter.k}`, k counts from 1, and what text, code and docstrings cite as
     `equation (chapter.k)` exists. Returns the numbers."""
-    chapter = re.match(r"\d+[a-z]?(?=_)", Path(name).name)
+    chapter = re.match(r"\d+[a-z]*(?=_)", Path(name).name)
     texts = [(text_of(c.get("source") or ""), c["cell_type"]) for c in cells]
     displays = [
         d

@@ -10,7 +10,7 @@ from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.memory import Part
-from turboquant_nb.cache.store import KVStore, expected_nbytes
+from turboquant_nb.cache.store import KVStore, expected_nbytes, tail_with
 from turboquant_nb.testing import same
 from tests.helpers import recording
 
@@ -96,7 +96,7 @@ def test_what_is_left_of_a_tail_ends_with_the_store(static, crop):
     k, v = torch.randn(2, 2, 33, 8, generator=g), torch.randn(2, 2, 33, 12, generator=g)
     for s in (store, bare):
         s.append(k[:, :, :30], v[:, :, :30])
-    tail = store.tail_with(k[:, :, 30:], v[:, :, 30:])
+    tail = tail_with(store, k[:, :, 30:], v[:, :, 30:])
     assert (tail.first, tail.past, tail.end) == (
         26,
         30,
@@ -122,7 +122,7 @@ def test_a_crop_without_a_tail_gives_up_exact_tokens():
     k, v = states(20)
     store.append(k, v)
     store.crop(2)
-    assert store.past_exact_from == 16 and store.exact("key")[1].max() == 17
+    assert store.clock.exact_from(store) == 16 and store.exact("key")[1].max() == 17
     for x, y in zip(store.read(16), (k, v)):
         same(x, y[:, :, 16:18].contiguous())
 
@@ -227,7 +227,7 @@ def test_a_tail_of_few_recent_tokens(recent):
     store = KVStore(Recipe(sinks=0, recent=recent), 2, 2, 8, tile=8)
     k, v = states(12)
     store.append(k[:, :, :10], v[:, :, :10])
-    tail = store.tail_with(k[:, :, 10:], v[:, :, 10:])
+    tail = tail_with(store, k[:, :, 10:], v[:, :, 10:])
     assert (tail.first, tail.past, tail.end) == (10 - recent, 10, 12)
     same(tail.key, k[:, :, 10 - recent :].contiguous())
     same(tail.value, v[:, :, 10 - recent :].contiguous())
@@ -349,7 +349,7 @@ def test_a_static_store_shows_what_it_holds_and_no_more():
     store.coded("key", 0, 20)
     with pytest.raises(ValueError, match=r"positions must lie in \[0, 20\], got \[0, 21\)"):
         store.coded("key", 0, 21)
-    assert store.length == 20 and store.past_exact_from == 16
+    assert store.length == 20 and store.clock.exact_from(store) == 16
 
 
 def test_a_start_may_lie_as_far_as_positions_go():
@@ -366,9 +366,9 @@ def test_a_tail_where_the_device_counts():
 
     store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
     store.append(*states(21))
-    want = store.tail_with(*states(3, 1))
+    want = tail_with(store, *states(3, 1))
     with recording():
-        got = store.tail_with(*states(3, 1))
+        got = tail_with(store, *states(3, 1))
         assert (
             (int(got.first), int(got.past), int(got.end))
             == (want.first, want.past, want.end)
@@ -388,7 +388,7 @@ def test_a_ring_with_a_gap_is_filled_from_the_tail(n):
     k, v = states(23)
     store.append(k[:, :, :20], v[:, :, :20])
     store.crop(2)
-    tail = store.tail_with(k[:, :, 20:], v[:, :, 20:])
+    tail = tail_with(store, k[:, :, 20:], v[:, :, 20:])
     assert (tail.first, tail.past, tail.end) == (16, 18, 21)
     store.append(k[:, :, 20:], v[:, :, 20:])
     assert store.crop(n, tail).end == store.length == 21 - n
@@ -470,7 +470,7 @@ def test_each_query_reads_its_own_recent_tokens_exactly():
     store = KVStore(Recipe(Spec(2), Spec(2), sinks=2, recent=recent), 1, 2, 8, tile=8)
     k, v = (torch.randn(1, 2, 30, 8, generator=g) for _ in "kv")
     store.append(k[:, :, :27], v[:, :, :27])
-    tail = store.tail_with(k[:, :, 27:], v[:, :, 27:])
+    tail = tail_with(store, k[:, :, 27:], v[:, :, 27:])
     store.append(k[:, :, 27:], v[:, :, 27:])
     coded = [decode_all(store, name) for name in ("key", "value")]
     q = torch.randn(1, 2, n, 8, generator=g)
@@ -513,7 +513,7 @@ def test_attention_where_the_device_counts_the_tokens(center, recent):
     k, v = states(40)
     store.set_range(start=torch.tensor([0, 5]))
     store.append(k[:, :, :37], v[:, :, :37])
-    tail = store.tail_with(k[:, :, 37:], v[:, :, 37:])
+    tail = tail_with(store, k[:, :, 37:], v[:, :, 37:])
     store.append(k[:, :, 37:], v[:, :, 37:])
     for side in store.parts:  # what lies beyond the length may be anything
         side.tensors["scale"].flatten(2)[:, :, 40:] = math.nan

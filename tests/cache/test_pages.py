@@ -4,6 +4,7 @@ explains what is checked here widely."""
 import pytest
 import torch
 
+from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import (
     CellCodes,
     CellLayout,
@@ -169,7 +170,7 @@ def test_each_token_is_read_once(gen):
                     -t[:, None, None].expand(-1, 1, 3).float(),
                     table[0][t // n].long() * n + t % n,
                 )
-                k, v = recent.read(0, past, 2)
+                ((_, (k, v)),) = recent.read(recent.places([(0, past)]), 2)
                 assert (
                     k.shape[1:] == (1, 2)
                     and v.shape[1:] == (1, 3)
@@ -240,6 +241,28 @@ def test_first_tokens_are_refused():
             Recent(torch.zeros(4, 1, 6, 5), table, **bad)
 
 
+def test_what_no_window_reaches_is_not_read(gen):
+    "Its blocks are gone, and another layer's bytes may be NaN."
+    key, value = Quantizer(Spec(3), 32), Quantizer(Spec(3), 32)
+    codes = CellCodes(key, value, CellLayout.of(key, value, 16), None)
+    cache, table = codes.cell.empty(4, 1), torch.tensor([[0, 1, 2, 3]])
+    append_slots(cache, codes, *torch.randn(2, 60, 1, 32, generator=gen), torch.arange(60))
+    q, starts = torch.randn(2, 1, 32, generator=gen), torch.tensor([0, 2])
+    read = lambda: attend_cells(
+        q,
+        cache,
+        codes,
+        Requests(table, torch.tensor([60])),
+        starts,
+        rule=Rule(sliding_window=43),
+    )[0]
+    want = read()
+    codes.cell.views(cache)["value scale"][0] = torch.nan
+    assert torch.equal(read(), want)
+    codes.cell.views(cache)["value scale"][1, 0, 0] = torch.nan  # 16, the first that is seen
+    assert read().isnan().any()
+
+
 def test_first_tokens_of_short_requests(gen):
     """Of a request of 0 to 9 tokens before a step: those that are not read as recent ones;
     padding is not stored, and NaN stays NaN."""
@@ -257,7 +280,7 @@ def test_first_tokens_of_short_requests(gen):
             )
             store_recent(cache, x[[p, 9]], x[[p, 9]], slots, origins)
         recent = Recent(cache, table, 3, 4)
-        k, v = recent.read_first(0, past, 1)
+        (((k, v), _),) = recent.read(recent.places([(0, past)]), 1)
         want = [0.0, torch.nan, 2.0, 3.0][: max(0, past - 3)]
         assert torch.equal(
             k.flatten().nan_to_num(-1), torch.tensor(want).nan_to_num(-1)

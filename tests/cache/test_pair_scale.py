@@ -8,7 +8,7 @@ import torch
 
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes
+from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes, tail_with
 from turboquant_nb.cache.store import prompt_pair_scales
 from turboquant_nb.apps.search import CodedIndex
 from turboquant_nb.kernels import launch, ops
@@ -397,7 +397,7 @@ def test_rejected_drafts_leave_what_would_have_been():
     data = q, k, v, freq = states()
     store, want = (fitted(scaled(), data) for _ in range(2))
     into = store.key.into_frame
-    tail = store.tail_with(into(k[:, :, 200:210]), v[:, :, 200:210])
+    tail = tail_with(store, into(k[:, :, 200:210]), v[:, :, 200:210])
     store.append(k[:, :, 200:210], v[:, :, 200:210])
     store.crop(7, tail)
     want.append(k[:, :, 200:203], v[:, :, 200:203])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from turboquant_nb.cache.codec import KVStore
+from turboquant_nb.cache.store import tail_with
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Recipe, Spec
 
@@ -48,11 +49,12 @@ def digest(store) -> dict:
     numbers = dict(start=store.start, end=store.end, position=store.clock.position)
     tensors |= {name: t for name, t in numbers.items() if t is not None}
     tensors |= dict(zip(("read k", "read v"), store.read()))
-    plain = ("length", "offset", "batch", "capacity", "nbytes", "uncoded", "past_exact_from")
+    plain = ("length", "offset", "batch", "capacity", "nbytes", "uncoded")
     return (
         {name: sha(t) for name, t in tensors.items()}
         | {name: getattr(store, name) for name in plain}
         | {
+            "exact from": store.clock.exact_from(store),
             "device": store.device,
             "truncated": [part.memory.truncated_tiles for part in store.parts],
             "quantizers": [id(part.q) for part in store.parts],
@@ -103,7 +105,7 @@ EVERY = {  # refused by every store
     "to: no device": ((RuntimeError, ValueError), lambda s: s.to("nowhere")),
     "tail_with: another dtype": (
         ValueError,
-        lambda s: s.tail_with(*states(1, dtype=torch.float16)),
+        lambda s: tail_with(s, *states(1, dtype=torch.float16)),
     ),
 }
 VALUES = {  # refused where there is room

@@ -1065,9 +1065,9 @@ def test_a_moved_start_fills_the_window_again():
     k, v = states(store, 50)
     store.append(k, v)
     store.crop(6)
-    assert store.past_exact_from == 42
+    assert store.clock.exact_from(store) == 42
     store.set_range(start=1, k=k[:, :, :44], v=v[:, :, :44])
-    assert store.past_exact_from == 36
+    assert store.clock.exact_from(store) == 36
     same(store.read()[0][:, :, 36:], k[:, :, 36:44])
 
 
@@ -1364,12 +1364,12 @@ def test_the_window_serves_new_tokens_after_a_deep_crop():
     k, v = states(store, 40)
     store.append(k, v)
     store.crop(-20)
-    assert store.past_exact_from == store.length == 20
+    assert store.clock.exact_from(store) == store.length == 20
     more = states(store, 3)
     store.append(*more)
     for dense, new in zip(store.read(), more):
         assert torch.equal(dense[:, :, -3:], new)
-    assert store.past_exact_from == 20
+    assert store.clock.exact_from(store) == 20
 
 
 # --- its parts

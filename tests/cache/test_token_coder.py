@@ -254,7 +254,7 @@ def test_a_token_without_codes_is_the_first_to_be_forgotten(n):
         assert (
             not one.uncoded
             and one.length == other.length == 251 - n
-            and one.past_exact_from == other.past_exact_from
+            and one.clock.exact_from(one) == other.clock.exact_from(other)
         )
         for side in ("key", "value"):
             assert all(
@@ -328,7 +328,7 @@ def test_a_token_that_cannot_be_coded_after_all_is_forgotten():
     assert store.length == 250 and not store.uncoded
     want.append(*states)
     want.crop(1)
-    assert store.past_exact_from == want.past_exact_from
+    assert store.clock.exact_from(store) == want.clock.exact_from(want)
     for one in (store, want):
         one.append(*states)
     assert torch.equal(store.read(0, 240)[0], want.read(0, 240)[0]) and torch.equal(

@@ -149,3 +149,20 @@ def test_turns_of_a_conversation_are_answers(tiny):
         assert [x["right"] for x in found["answers"].values()] == [False, True] * 2
         assert found["bits"] > 0 and found["seconds"] > 0
     assert len(log.known) == 2
+
+
+def test_no_prompt_waits_for_one_of_twice_its_length(tiny):
+    "A batch is full, or the next prompt is more than twice as long; judges see their answers."
+    model, tokenizer = load_model(tiny, device="cpu")
+    lengths, seen = [20, 5, 5, 50, 6, 19, 9], []
+    judge = lambda n: lambda text, tokens: not seen.append((n, len(tokens))) and n == 50
+    items = [Item(str(i), [1 + i] * n, judge(n)) for i, n in enumerate(lengths)]
+    task, log = Task("t", "f", 4, None), long.Log(None, {})
+    ticks = []
+    how = long.Asking(log, batch=3, tick=lambda: ticks.append(1))
+    got = long.ask(model, tokenizer, task, items, None, how)
+    parts = [[x["number"] for x in found["items"]] for found in log.known.values()]
+    assert parts == [["1", "2", "4"], ["6", "5", "0"], ["3"]]  # 9, 9, 10; 13, 23, 24; 54
+    assert [k[2] for k in log.known] == [0, 1, 2] and len(ticks) == 7
+    assert {k: x["right"] for k, x in got["answers"].items() if x["right"]} == {"3": True}
+    assert sorted(n for n, _ in seen) == sorted(lengths)

@@ -4,11 +4,13 @@ refused; a stub stands where vLLM would be started."""
 import json
 import os
 import shlex
+from types import SimpleNamespace
 
 import pytest
 from transformers import Gemma2Config, LlamaConfig, Qwen2Config, Qwen3NextConfig
 
 from turboquant_nb.cli import serve
+from turboquant_nb.quant.layer_info import LayerInfo
 from turboquant_nb.quant.quantizer import preset
 from turboquant_nb.serving.step import ServingConfig
 
@@ -39,6 +41,29 @@ def test_bytes_of_a_cache():
     assert near["chunk_bytes"] == 130 * 128 * 25_600
     small = serve.cache_size(LLAMA, ServingConfig("k4v4"), block=64)
     assert small["recent_bytes"] == 4 * 64 * 33_792
+
+
+def test_layers_of_several_sizes(monkeypatch):
+    """Pages of one size: of a layer with heads of 512 channels and half the bytes 256 tokens.
+    Layers with a window do not count beside others, but have exact tokens, too."""
+    sizes = dict(coded=True, query_heads=32)
+    near = LayerInfo(0, heads=16, key_size=256, value_size=256, sliding_window=1024, **sizes)
+    far = LayerInfo(1, heads=4, key_size=512, value_size=512, **sizes)
+    shown = SimpleNamespace(ModelInfo=lambda layers: SimpleNamespace(coded=layers))
+    monkeypatch.setattr(serve, "models", shown)
+    k3v3, page = ServingConfig("k3v3"), 128 * 16 * 196
+    found = serve.cache_size([near, near, far], k3v3)
+    assert found["bytes_per_token"] == page // 256 == 1568
+    assert found["bytes_16_bit"] == 4 * 512 * 4
+    assert found["recent_bytes"] == page * sum(
+        k3v3.recent_blocks(n, d, 2) for n, d in ((128, 256), (128, 256), (256, 512))
+    )
+    assert serve.cache_size([near, near], k3v3)["bytes_per_token"] == 2 * 16 * 196
+    latent = LayerInfo(0, heads=1, key_size=512, value_size=64, latent=512, beside=64, **sizes)
+    with pytest.raises(
+        ValueError, match="latent attention.* TurboQuantCache serves them in tr"
+    ):
+        serve.cache_size([latent], k3v3)
 
 
 def test_heads_are_not_cut_and_gpus_add_their_memory():

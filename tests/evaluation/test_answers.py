@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.evaluation.models import load_model, sample_text
-from turboquant_nb.evaluation.questions import message
+from turboquant_nb.evaluation.ruler import message
 from turboquant_nb.hf import TurboQuantCache
 
 answers = pytest.importorskip("eval.answers")

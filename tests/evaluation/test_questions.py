@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+import re
 import sqlite3
 import sys
 import zipfile
@@ -10,7 +11,7 @@ import zipfile
 import pytest
 import torch
 
-from turboquant_nb.evaluation import questions
+from turboquant_nb.evaluation import questions, ruler
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.evaluation.questions import (
     TASKS,
@@ -280,14 +281,30 @@ def test_answers_are_compared_by_words():
 
 def test_tasks_after_ruler_have_one_length_and_want_all():
     _, tokenizer = load_model()
-    read = questions._ruler(questions.variables, 256)
+    read = questions._ruler(ruler.variables, 256)
     items = list(read(None, tokenizer))
     assert [x.number for x in items] == [str(i) for i in range(64)]
     assert {len(x.ask) for x in items} == {256} and len({tuple(x.ask) for x in items}) == 64
     text = tokenizer.decode(items[0].ask)
-    chain = next(q for q in questions.variables(1, torch.Generator().manual_seed(256)))
+    chain = next(q for q in ruler.variables(1, torch.Generator().manual_seed(256)))
     assert chain.ask in text
     names = [fact.split()[1] for _, fact in chain.facts if chain.judge(fact.split()[1])]
     assert len(names) == 4 and items[0].judge(", ".join(names), [])
     assert not items[0].judge(", ".join(names[:3]), [])
-    assert {f"{x}-{n}k" for x in questions.RULER for n in (4, 16)} <= set(TASKS)
+    assert {f"{x}-{n}k" for x in ruler.RULER for n in (4, 16)} <= set(TASKS)
+
+
+def test_a_novel_asks_for_what_it_told():
+    items = {x.number: x for x in TASKS["novel"].items(None, None, "all")}
+    assert len(items) == 32 and turns([*items.values()]) == 32 * 12
+    back = set()
+    for x in items.values():
+        told = {}
+        for turn, (ask, judge) in enumerate(zip(x.ask, x.judge)):
+            ((who, number),) = re.findall(r"One pass number of (\w+) is (\d{5})\.", ask)
+            told[who] = turn, number
+            at, want = told[re.search(r"pass number of (\w+)\?", ask).group(1)]
+            back.add(turn - at)
+            assert judge(f"It is {want}.", []) and not judge("10000", []) and len(ask) > 1200
+        assert len(told) == 12 and len(set(x.ask)) == 12
+    assert back == set(range(12)) and items["0"].ask != items["1"].ask

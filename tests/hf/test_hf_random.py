@@ -435,7 +435,7 @@ def snapshot(store):
         store.length,
         store.offset,
         store._recent_from,
-        store.past_exact_from,
+        store.clock.exact_from(store),
         store.key.memory.truncated_tiles,
         store.value.memory.truncated_tiles,
         store.batch,

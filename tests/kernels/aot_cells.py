@@ -14,7 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
-from turboquant_nb.kernels import cells, decode, decode_mma
+from turboquant_nb.kernels import cell_attention, cells, decode, decode_mma
+from turboquant_nb.kernels.past import _join_past_kernel, _past_kernel
+from turboquant_nb.kernels.recent import _recent_kernel, _sinks_kernel
+from turboquant_nb.kernels.work import _work_kernel
 from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
 from turboquant_nb.theory.rotation import make_rotation
 
@@ -89,7 +92,7 @@ def fragments(
 ):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     where = places(c, "key"), places(c, "value")
-    form = cells._cell_form(c, rows, *where, chains(c, codebook))
+    form = cell_attention._cell_form(c, rows, *where, chains(c, codebook))
     flags = "HAS_START HAS_END MEAN_V BIASED FUSED".split()
     constants = dict.fromkeys(flags, False) | dict(
         HAS_LENGTH=True,
@@ -178,7 +181,7 @@ def join(
         LISTED=listed,
         PDL=True,
     )
-    return compiled(cells._join_kernel, constants, num_warps=4, launch_pdl=True)
+    return compiled(cell_attention._join_kernel, constants, num_warps=4, launch_pdl=True)
 
 
 def append(c, steps=4, centred=False, step=0):
@@ -206,7 +209,8 @@ def append(c, steps=4, centred=False, step=0):
         PDL=True,
         STEP=step,
     )
-    return compiled(cells._append_kernel, constants, num_warps=4, num_stages=2)
+    warps = 8 if max(c.d_key, c.d_value) > 128 else 4
+    return compiled(cells._append_kernel, constants, num_warps=warps, num_stages=2)
 
 
 def past(c, codebook=None):
@@ -217,36 +221,31 @@ def past(c, codebook=None):
         KA=k,
         VA=v,
         R=c.tokens // 4,
-        BR=16 if codebook else min(c.tokens, 64),
+        BR=16 if codebook or c.d_key > 256 else min(c.tokens, 64),
         KB=c.key_bits,
         VB=c.value_bits,
     )
     constants |= windows(c, codebook)
-    return compiled(cells._past_kernel, constants, num_warps=4)
+    return compiled(_past_kernel, constants, num_warps=4)
 
 
 def recent(c, sinks=0):
     return compiled(
-        cells._recent_kernel,
-        sizes(c) | dict(N=16, S=sinks, PDL=True),
-        num_warps=1,
-        launch_pdl=True,
+        _recent_kernel, sizes(c) | dict(N=16, S=sinks, PDL=True), num_warps=1, launch_pdl=True
     )
 
 
 def sinks(c):
-    return compiled(cells._sinks_kernel, dict(B=64, T=256, S=4), num_warps=1)
+    return compiled(_sinks_kernel, dict(B=64, T=256, S=4), num_warps=1)
 
 
 def work(c, sliding=False):
-    return compiled(
-        cells._work_kernel, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1
-    )
+    return compiled(_work_kernel, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1)
 
 
 def join_past(c):
     return compiled(
-        cells._join_past_kernel,
+        _join_past_kernel,
         dict(D=c.d_value, DP=decode.padded_size(c.d_value), M=16),
         num_warps=4,
     )

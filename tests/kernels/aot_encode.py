@@ -3,6 +3,7 @@ shared memory of each variant as JSON lines; run by test_encode_kernel.py in a p
 own, because the interpreter and the compiler exclude each other."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -97,5 +98,8 @@ if __name__ == "__main__":
             print(json.dumps(case | aot_decode.usage(mean(d=case["mean"]), 90)), flush=True)
             continue
         built = case | ({"dtype": getattr(torch, case["dtype"])} if "dtype" in case else {})
-        used = aot_decode.usage(build(**built), case.get("capability", 90))
-        print(json.dumps(case | used), flush=True)
+        made = build(**built)
+        used = aot_decode.usage(made, case.get("capability", 90))
+        order = re.findall(r"\b(ld|st)\.global", made.asm["ptx"])
+        turns = sum(pair == ("st", "ld") for pair in zip(order, order[1:]))
+        print(json.dumps(case | used | {"turns": turns}), flush=True)

@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
-from turboquant_nb.kernels import latents
+from turboquant_nb.kernels import latent_fragments, latents
 from turboquant_nb.kernels.decode import padded_size
 
 TYPES = aot_decode.TYPES | dict(BESIDE="*fp32", MR="*bf16", KSCALE="*fp16", VSCALE="*fp16")
@@ -25,8 +25,8 @@ def build(kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4), flags=Fa
     form = latents.Form(16, 16, 8, 1, 1)
     if kernel == "fragments":
         form = latents.Form(fragments=True)
-        constants["G"] = latents.fragment_layouts(d, 64, tuple(bits))
-        fn, kind = latents._fragment_kernel, GluonASTSource
+        constants["G"] = latent_fragments.fragment_layouts(d, 64, tuple(bits))
+        fn, kind = latent_fragments._fragment_kernel, GluonASTSource
     else:
         fn, kind = latents._latent_kernel, ASTSource
         constants |= dict(D=d, DP=padded_size(d), HK=padded_size(d // 2), R=64, BR=form.bytes)

@@ -18,21 +18,13 @@ from turboquant_nb.cache.pages import (
 )
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import cells
-from turboquant_nb.kernels.cells import (
-    CellPlan,
-    Launching,
-    Reads,
-    Room,
-    Workspace,
-    append_cells,
-    append_recent,
-    count_splits,
-    decode_cells,
-    list_work,
-    locate_sinks,
-    past_cells,
-)
+from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells
+from turboquant_nb.kernels.cells import CellPlan, append_cells
+from turboquant_nb.kernels.past import past_cells
+from turboquant_nb.kernels.recent import append_recent, locate_sinks
+from turboquant_nb.kernels.work import Reads, Workspace, count_splits, list_work
 from turboquant_nb.kernels.decode import triton
+from turboquant_nb.kernels.encode import TRIED, untried
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -374,9 +366,8 @@ def test_recent_and_first_tokens(held, asked, gen):
     m, read, rule = of.get("m", 1), Requests(table, lengths), Rule(**options)
     near = exact_blocks(gen, plan, read, m, tokens, sinks)
     exact = Exact(k + center, v, near)
-    counts = [
-        near.read_first(i, max(0, x - m), 1)[0].shape[0] for i, x in enumerate(lengths.tolist())
-    ]
+    places = near.places([(i, max(0, x - m)) for i, x in enumerate(lengths.tolist())])
+    counts = [len(keys) for (keys, _), _ in near.read(places, 1)]
     assert max(counts) == min(sinks, max(0, 70 - m - tokens)) and min(counts) == 0
     want = check(plan, cache, read, q, exact, rule)
     scale = plan.views(cache)["key scale"]
@@ -617,10 +608,32 @@ def test_windows_that_no_kernel_reads():
 
 
 @needs_triton
-def test_blocks_of_wide_heads_are_refused():
-    sides = [Quantizer(Spec(3), d, DEVICE) for d in (64, 272)]
-    with pytest.raises(ValueError, match="head size must be at most 256 here, got 272"):
-        CellPlan(*sides, 64)
+@pytest.mark.skipif(CUDA and TRIED < 512, reason="it has run on no GPU")
+@pytest.mark.parametrize("d,heads,group", ((512, 1, 4), (272, 2, 2)))
+def test_wide_heads(d, heads, group, gen):
+    "More than 256 channels: appended, attended to with exact tokens, and read as a past."
+    plan, cache, table, lengths, q, k, v = case(
+        gen, d=d, n=64, lengths=(150, 9), heads=heads, group=group
+    )
+    check(plan, cache, Requests(table, lengths), q, Exact(k, v))
+    mine, theirs = cache.clone(), cache.clone()
+    states = torch.randn(2, 20, heads, d, generator=gen).to(DEVICE)
+    for append, to in ((append_cells, mine), (append_slots, theirs)):
+        append(to, plan, *states, torch.arange(60, 80, device=DEVICE))
+    assert (mine != theirs).sum() <= 2e-3 * (theirs != cache).sum() and (mine != cache).any()
+    out = torch.full((2, 100, heads, d), torch.nan, device=DEVICE)
+    past_cells(theirs, plan, table[0], 100, *out)
+    coded = read_cells(theirs, plan.cell, table[0], 100)
+    for got, side, x in zip(out, (plan.key, plan.value), coded):
+        want = side.decode_rotated(x).transpose(0, 1)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_wide_heads_are_not_tried_unasked():
+    "On a GPU, until these kernels have run there."
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert not untried(TRIED, gpu) and not untried(512, cpu)
+    assert f"it has run on no GPU with more than {TRIED} channels" == untried(TRIED + 16, gpu)
 
 
 @needs_triton
@@ -652,6 +665,8 @@ def test_compiled_for_hopper():
         dict(kernel="work"),
         dict(kernel="work", sliding=True),
         dict(kernel="portable", **two),
+        dict(kernel="fragments", d=512, tokens=128),
+        dict(kernel="past", d=512, tokens=128),
         script="aot_cells.py",
     )
     for got in rows:

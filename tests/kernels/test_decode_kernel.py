@@ -1043,9 +1043,11 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
     p, at = torch.arange(705)[None], torch.arange(n)[:, None] + 705 - n
     past = 705 - chunk
     since = (
-        store.past_exact_from
+        store.clock.exact_from(store)
         if own is None
-        else torch.maximum(at - own + 1, torch.as_tensor(min(store.past_exact_from, past)))
+        else torch.maximum(
+            at - own + 1, torch.as_tensor(min(store.clock.exact_from(store), past))
+        )
     )
     coded = (
         attention.visible(store, n, p, True, sliding_window)[0, 0]

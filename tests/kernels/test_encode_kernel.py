@@ -1027,6 +1027,15 @@ def test_compiled_ahead_of_time(compiled, i):
     ), used
 
 
+def test_a_short_append_reads_before_it_writes(compiled):
+    """What a program waits for is memory, so it asks for all at once: a read after a write is
+    found once, where the other side's part of the kernel begins. The mutants: long appends, of
+    which some read in between."""
+    short = [x for x in compiled if x.get("n", 1000) <= 64 and x.get("step", 0) == 0]
+    assert short and all(x["turns"] == 1 for x in short), short
+    assert any(x["turns"] > 1 for x in compiled), compiled
+
+
 def test_the_kernel_of_a_mean_is_compiled_at_once():
     "Of sums by `tl.split` the compiler was not through in minutes at 256 channels."
     sizes, before = [{"mean": d} for d in (64, 128, 256, 512)], os.times().children_user

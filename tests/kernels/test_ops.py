@@ -1,5 +1,7 @@
 "Dispatch: what serves, what refuses, and that the meaning does not depend on it."
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Recipe, Spec
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.store import KVStore, tail_with
 
 CUDA = torch.cuda.is_available()
 # who serves a step on a processor: the compiled kernel, where there is a compiler
@@ -321,7 +323,7 @@ def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
     )
     store.append(*torch.randn(2, 1, 1, 40, 64, generator=g).to(store.device))
     q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))
-    tail = store.tail_with(k, v)
+    tail = tail_with(store, k, v)
     store.append(k, v)
     run = ops.launch.Triton.run
     counted = lambda self, call: calls.append(call) or run(self, call)
@@ -393,3 +395,24 @@ def test_a_backend_added_in_one_place_serves_a_whole_model(backend, monkeypatch)
     assert report["backends"] == {backend: 2 * 11} and report["served"]["codes"] == 22
     q, store = torch.randn(1, 4, 1, 8), cache.coded_layers[0].store
     close(ops.attend(q, store), attention.attend(q, store))
+
+
+@pytest.mark.parametrize("missing", ["triton", "triton.experimental.gluon"])
+def test_kernels_are_imported_without_triton(missing):
+    "Every module of the folder, in a process that cannot import it; PyTorch attends."
+    code = f"""
+import importlib, pkgutil, sys
+class Missing:
+    def find_spec(self, name, *rest):
+        if name == {missing!r}: raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+import torch
+from turboquant_nb import KVStore, kernels
+for x in pkgutil.iter_modules(kernels.__path__):
+    importlib.import_module('turboquant_nb.kernels.' + x.name)
+store = KVStore('k3v3', 1, 1, 64)
+store.append(*torch.randn(2, 1, 1, 20, 64))
+kernels.ops.attend(torch.randn(1, 2, 1, 64), store)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

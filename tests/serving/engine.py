@@ -3,11 +3,12 @@ compared with those of the states that the layer was given, coded anew, and its 
 attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
-firsts_short, trellis, exact, exact_windows, exact_learnt, exact_states, learnt, states,
-offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid, random,
-random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged,
-graphs_trellis, each of which is a function here. On a CPU our backend stands in the place of
-vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
+firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
+exact_shared, learnt, sizes, shared, states, offload, offload_codes, offload_cut, drafts,
+drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs,
+graphs_drafts, graphs_firsts, graphs_ragged, graphs_trellis, each of which is a function here.
+On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
+name, in bf16."""
 
 import json
 import multiprocessing
@@ -61,6 +62,7 @@ seen = dict(
     drafted=0,
     sliding=0,
     learnt=0,
+    shared=0,
     split=0,
     centred=0,
     worst=0.0,
@@ -113,6 +115,32 @@ def gpt_oss(folder):
     for layer in model.model.layers:
         layer.self_attn.sinks.data.uniform_(0, 4)
     model.lm_head.weight.data *= 4
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def gemma_4(folder, layers=5, shared=0):
+    """Heads of 256 channels in layers with a window, of 512 in the others, which have fewer of
+    them, and values that are their keys' projection. The last layers read the caches of
+    others."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3
+    wide = dict(head_dim=512, num_key_value_heads=1)
+    sizes = SIZES | dict(head_dim=256, num_attention_heads=4, num_key_value_heads=4)
+    model = transformers.Gemma4ForCausalLM(
+        transformers.Gemma4TextConfig(
+            **sizes | dict(num_hidden_layers=layers),
+            layer_types=kinds[1 : layers + 1],
+            per_layer_config={i: wide for i in range(1, layers, 3)},
+            attention_k_eq_v=not shared,
+            num_kv_shared_layers=shared,
+            tie_word_embeddings=False,
+            sliding_window=100,
+            hidden_size_per_layer_input=0,
+            pad_token_id=0,
+        )
+    ).float()
+    model.lm_head.weight.data *= 4 + 2 * shared
     model.save_pretrained(folder)
     return str(folder)
 
@@ -218,6 +246,9 @@ def watch():
         if meta is None:
             return output
         step, n, group = meta.step, kv_cache.shape[2], self.num_heads // self.num_kv_heads
+        seen["shared"] += self.shared is not None
+        layers = ours._engine_config().compilation_config.static_forward_context
+        shadow = (layers[self.shared].impl if self.shared else self).shadow
         seen["all"] += 1
         if (
             CUDA and seen["all"] % 4 and not step.chunks and not step.groups
@@ -234,7 +265,7 @@ def watch():
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
         seen["learnt"] += self.logits is not None
-        seen["split"] += (ours.RecentBackend.tokens or n) > n
+        seen["split"] += (ours.Backend.pages.tokens if ours.Backend.pages else n) > n
         window, sinks, (key, value) = (
             self.config.recent,
             self.firsts,
@@ -256,7 +287,7 @@ def watch():
                 kv_cache, codes.cell, row, first + past, (key.scale_dtype, value.scale_dtype)
             )
             sides = []
-            for x, q, stored, mean in zip(self.shadow, (key, value), held, (center, None)):
+            for x, q, stored, mean in zip(shadow, (key, value), held, (center, None)):
                 exact = x[slots].transpose(0, 1)  # [H, T, d]
                 assert exact.isfinite().all(), "a token is read that was never stored"
                 shift = 0.0 if mean is None else mean[:, None].to(exact.device)
@@ -486,12 +517,12 @@ def dense(path, prompts=None):
     return json.loads(found[7:])["tokens"]
 
 
-def exact(folder, make=llama, other=None):
+def exact(folder, make=llama, other=None, blocks=400):
     """All tokens are read exactly: the tokens of another that is dense. On a GPU that is an
     engine, which rounds as ours does."""
     other = other or (dense if CUDA else in_transformers)
     path, prompts = make(folder / make.__name__), random_prompts(130, 75, 200)
-    llm = engine(path, 400, of=dict(recent=512, means=False))
+    llm = engine(path, blocks, of=dict(recent=512, means=False))
     ours = [
         (o.outputs[0].token_ids, o.outputs[0].logprobs)
         for o in generate(llm, prompts, sampled(40, logprobs=2))
@@ -504,6 +535,21 @@ def exact(folder, make=llama, other=None):
 def exact_windows(folder):
     "The same beside layers with a sliding window, and a soft cap."
     return exact(folder, gemma)
+
+
+def exact_sizes(folder):
+    "The same where layers have heads of two sizes, and of two numbers."
+    return exact(folder, gemma_4, blocks=2000)
+
+
+def gemma_4_shared(folder):
+    "The same where the last three of eight layers read the caches of others."
+    return gemma_4(folder, 8, 3)
+
+
+def exact_shared(folder):
+    "The same where layers read the caches of others."
+    return exact(folder, gemma_4_shared, blocks=2000)
 
 
 def exact_learnt(folder):
@@ -522,6 +568,24 @@ def states(folder):
     llm = engine(nemotron_h(folder / "nemotron_h"), 100, of=dict(recent=24, sinks=4))
     generate(llm, random_prompts(300, 130, 40), sampled(30))
     return {}
+
+
+def sizes(folder, make=gemma_4):
+    """Codes, 24 recent and 4 first tokens where layers have heads of two sizes and numbers, in
+    pages of one size: of twice as many tokens in those with fewer bytes."""
+    from turboquant_nb.serving import vllm as ours
+
+    llm = engine(make(folder / "gemma_4"), 600, of=dict(recent=24, sinks=4))
+    prompts, cached = random_prompts(300, 130, 40), []
+    for batch in (prompts, [prompts[1] + prompts[0][:70]]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
+    pages = ours.Backend.pages
+    return dict(cached=cached, pages={n: pages.tokens_of(n) for n in sorted(pages.sizes)})
+
+
+def shared(folder):
+    "The same where layers read the caches of others."
+    return sizes(folder, gemma_4_shared)
 
 
 def learnt(folder):
@@ -954,11 +1018,11 @@ def graphs_ragged(folder):
     """Unequal requests: replayed, with lists of work, against the engine without graphs,
     without lists, and each request alone."""
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
-    from turboquant_nb.kernels import cells
+    from turboquant_nb.kernels import cell_attention
     from turboquant_nb.serving.step import CodedAttention
 
-    decode, make, made, out = CodedAttention._decode, cells.list_work, [], []
-    cells.list_work = lambda *args, **more: (made.append(1), make(*args, **more))[1]
+    decode, make, made, out = CodedAttention._decode, cell_attention.list_work, [], []
+    cell_attention.list_work = lambda *args, **more: (made.append(1), make(*args, **more))[1]
     path, prompts = (
         llama(folder / "llama"),
         random_prompts(3000, 40, 1000, 7, 300, 60, 20, 130, seed=6),

@@ -8,7 +8,7 @@ import torch
 from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import CellCodes, CellLayout, Exact, Recent, Requests
 from turboquant_nb.cache.pages import attend_cells, sink_origins
-from turboquant_nb.kernels import cells
+from turboquant_nb.kernels import cells, work
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.serving import step, vllm
@@ -95,7 +95,7 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     memory = tuple(torch.full((n, H, D), torch.nan, device=DEVICE) for _ in range(2))
     recent = Recent(pages, rows.to(DEVICE), window, sinks)
     out = torch.full_like(x.q, torch.nan)
-    space = cells.Workspace(DEVICE)
+    space = work.Workspace(DEVICE)
     layer.attend(x, out, LayerMemory(cache, space, memory, recent), step)
     reads = Requests(step.table, step.lengths), step.starts
 
@@ -152,6 +152,33 @@ def test_recipes_by_windows():
         CellLayout.of(key, value, 64)
 
 
+@pytest.mark.parametrize("causal,keys", ((True, (5, 40)), (True, (33, 0)), (False, (7, 20))))
+def test_attention_of_wide_heads(causal, keys, gen):
+    "PyTorch's fused attention, to what was before and to their own tokens, against `dense`."
+    new = (5, 33) if causal else (4, 3)  # queries; keys: before them, or all there are
+    total = [a + b for a, b in zip(keys, new)] if causal else keys
+    starts = [[0, x, x + y] for x, y in (new, total)]
+    q = torch.randn(sum(new), 6, 272, generator=gen)
+    k, v = torch.randn(2, sum(total), 2, 272, generator=gen)
+    seen = step.Seen(*starts, causal)
+    want, got = (of(q, k, v, seen, 0.1) for of in (step.dense, vllm._wide_flash))
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_pages_of_layers_of_several_sizes():
+    """All have one size; a layer with fewer bytes a token has more tokens in them, as many as
+    kernels read at once; where all layers are alike nothing is said."""
+    pages = vllm.Pages(128, frozenset((3136, 1552, 388)))
+    assert [pages.tokens_of(n) for n in (3136, 1552, 388)] == [128, 256, 256]
+    assert pages.told(3136) == dict(block_size=128, page_size_padded=None)
+    assert pages.told(1552) == dict(block_size=256, page_size_padded=128 * 3136)
+    alike = vllm.Pages(704, frozenset((3136,)))
+    assert alike.told(3136) == {} and alike.tokens_of(3136) == 704
+    # blocks that the engine grew: the widest are split for kernels, others are not
+    assert vllm.Pages(704, frozenset((3136, 1552))).tokens_of(1552) == 256
+
+
 @pytest.mark.parametrize("window", (None, 100))
 def test_an_engine_is_prepared_for_its_own_pages(window, monkeypatch):
     """Those of a layer with a sliding window are cut for first tokens too, though it keeps
@@ -162,7 +189,7 @@ def test_an_engine_is_prepared_for_its_own_pages(window, monkeypatch):
     monkeypatch.setattr(step, "append_recent", lambda pages, *a, **k: near.append(pages))
     monkeypatch.setattr(CodedAttention, "_decode", lambda *a, **k: None)
     monkeypatch.setattr(vllm, "CodedAttention", partial(CodedAttention, kernels=True))
-    monkeypatch.setattr(vllm.RecentBackend, "tokens", 128)
+    monkeypatch.setattr(vllm.Backend, "pages", vllm.Pages(128, frozenset()))
     impl = vllm.Impl.__new__(vllm.Impl)
     impl.config, impl.window, impl.firsts = config, window, 0 if window else config.sinks
     impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = G * H, H, D, D**-0.5

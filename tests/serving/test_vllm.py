@@ -160,15 +160,25 @@ def test_all_tokens_recent(tmp_path):
     assert seen["decided"] > 30 and not seen["wrong"], seen
 
 
-@pytest.mark.parametrize("part", ("exact_windows", "exact_learnt", "exact_states"))
-def test_all_tokens_recent_in_other_models(part, tmp_path):
+@pytest.mark.parametrize(
+    "part,sliding",
+    dict(
+        exact_windows=1 / 2,
+        exact_learnt=1 / 2,
+        exact_sizes=3 / 5,
+        exact_states=0,
+        exact_shared=5 / 8,
+    ).items(),
+)
+def test_all_tokens_recent_in_other_models(part, sliding, tmp_path):
     """The same beside layers with a sliding window (Gemma 2), with learnt logits in the softmax
-    and experts (gpt-oss), and beside layers that hold a state, in blocks that the engine grew
+    and experts (gpt-oss), with heads of two sizes and numbers (Gemma 4), also where layers read
+    the caches of others, and beside layers that hold a state, in blocks that the engine grew
     and splits for kernels (Nemotron-H), against the engine without us."""
     seen = run(tmp_path, part)
     assert seen["worst"] < 1e-5 and seen["recent"] == seen["calls"] > 100, seen
     assert seen["decided"] > 30 and not seen["wrong"], seen
-    assert (seen["sliding"] == seen["calls"] / 2) == (part != "exact_states"), seen
+    assert seen["sliding"] == sliding * seen["calls"], seen
     assert (seen["learnt"] == seen["calls"]) == (part == "exact_learnt"), seen
     assert (seen["split"] == seen["calls"]) == (part == "exact_states"), seen
 
@@ -190,6 +200,18 @@ def test_codes_in_other_models(part, tmp_path):
         assert seen["cached"] == [0, 0, 0, 128]
     else:
         assert seen["split"] == seen["calls"] > 100
+
+
+@pytest.mark.parametrize("part,sliding,shared", (("sizes", 3 / 5, 0), ("shared", 5 / 8, 3 / 8)))
+def test_heads_of_two_sizes(part, sliding, shared, tmp_path):
+    """Codes, recent and first tokens where layers with a window have four heads of 256
+    channels, and the others one of 512 with half the bytes: twice as many tokens in a page;
+    and where layers read the caches of others."""
+    seen = run(tmp_path, part)
+    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["firsts"] > 500, seen
+    assert seen["sliding"] == sliding * seen["calls"] > 100, seen
+    assert seen["shared"] == shared * seen["calls"] and seen["chunks_with_past"] > 5, seen
+    assert seen["cached"] == [0, 0, 0, 128] and seen["pages"] == {"388": 128, "784": 64}, seen
 
 
 @pytest.mark.parametrize("part", ("drafts", "drafts_recent", "drafts_firsts"))

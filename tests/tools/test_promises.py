@@ -61,9 +61,9 @@ exact.Ranges.__init__ device='cpu'
 store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None
     tile=256 static=False inv_freq=None
 store.KVStore.append names=('k',·'v')
-store.KVStore.read first=None last=None
+store.KVStore.read first=None last=None framed=False
 store.KVStore.set_range start=None end=None k=None v=None
-store.KVStore.tail_with names=('k',·'v')
+store.tail_with names=('k',·'v')
 store.KVStore.crop tail=None
 memory.TruncatedCode.levels check_range=False
 attention.Rule.__init__ scaling=None sliding_window=None softcap=None causal=True

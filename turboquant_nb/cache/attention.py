@@ -33,6 +33,21 @@ class Rule:
     # keys are the store's with its values behind them, values are the store's keys: see `Call`
     latent: bool = False
 
+    @property
+    def key_sides(self) -> tuple:
+        "The sides of a store that keys consist of, one behind the other."
+        return ("key", "value") if self.latent else ("key",)
+
+    @property
+    def value_side(self) -> str:
+        "The side of a store that values are."
+        return "key" if self.latent else "value"
+
+    def sizes(self, store: KVStore) -> tuple:
+        "Channels of a key and of a value."
+        key, value = store.key.q.d, store.value.q.d
+        return (key + value, key) if self.latent else (key, value)
+
 
 @lru_cache(maxsize=256, typed=True)
 def shared_rule(**numbers) -> Rule:
@@ -78,26 +93,6 @@ class Call(NamedTuple):
             raise ValueError("latents are values too, so their keys can have no pair scale")
         k = None if self.k is None else key.into_frame(self.k)
         return self._replace(q=key.query(self.q), k=k)
-
-    @property
-    def key_sides(self) -> tuple:
-        "The sides of the store that keys consist of, one behind the other."
-        return ("key", "value") if self.rule.latent else ("key",)
-
-    @property
-    def value_side(self) -> str:
-        "The side of the store that values are."
-        return "key" if self.rule.latent else "value"
-
-    @property
-    def d_key(self) -> int:
-        "Channels of a key."
-        return sum(getattr(self.store, side).q.d for side in self.key_sides)
-
-    @property
-    def d_value(self) -> int:
-        "Channels of a value."
-        return getattr(self.store, self.value_side).q.d
 
 
 class Answer(NamedTuple):
@@ -188,7 +183,7 @@ def _query(call: Call) -> _Query:
     store, (b, heads, n, d) = call.store, call.q.shape
     scaling = d**-0.5 if call.rule.scaling is None else call.rule.scaling
     plain = call.q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
-    parts = [getattr(store, side) for side in call.key_sides]
+    parts = [getattr(store, side) for side in call.rule.key_sides]
     rotary = 0 if store.rope_table is None else store.rope_table.shape[1]
     pieces = plain.split([part.q.d for part in parts], -1)
     rotated = [part.q.rotation.query(x) for part, x in zip(parts, pieces)]
@@ -300,7 +295,7 @@ class _Sight:
         """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T],
         or with `recent` for each [B, 1, g*n, T]."""
         store, n, past = self.store, self.tokens, self.past
-        since, sinks = store.past_exact_from, store.recipe.sinks
+        since, sinks = store.clock.exact_from(store), store.recipe.sinks
         if self.recent is None:
             return store.ranges.is_exact(positions, sinks, since)
         since = torch.minimum(since, past) if store.clock.by_device else min(since, past)
@@ -312,7 +307,7 @@ class _Sight:
 def _coded_scores(call: Call, query: _Query, read: dict, product) -> Tensor:
     "Of the vectors that `Blocks.vectors` gave for each side, without what centring took out."
     out = None
-    for side, rotated in zip(call.key_sides, (query.rotated, query.beside)):
+    for side, rotated in zip(call.rule.key_sides, (query.rotated, query.beside)):
         x, scale = read[side]
         scores = product(rotated, x.mT)
         scores = scores if scale is None else scores * scale.unsqueeze(-2)
@@ -348,7 +343,7 @@ def _add_coded(soft: _Softmax, query: _Query, call: Call, sight: _Sight, blocks,
 
     def add(positions, read, shift):
         seen = sight.visible(positions) & ~sight.exact(positions)
-        v, v_scale = read[call.value_side]
+        v, v_scale = read[call.rule.value_side]
         if store.clock.by_device:  # what lies beyond the length may be anything
             held = positions < last
             seen = seen & held[:, None, None, :]
@@ -382,7 +377,7 @@ def _add_exact(soft, query, sight, k, v, positions, before=math.inf):
 
 def _finish(soft: _Softmax, call: Call) -> Answer:
     "Un-rotate the coded part once, add the mean's share, divide."
-    q, value = call.q, getattr(call.store, call.value_side)
+    q, value = call.q, getattr(call.store, call.rule.value_side)
     out = value.q.rotation.inverse(soft.coded) + soft.exact
     out = value.q.centre.output(out, soft.coded_total, value.mean)
     out = torch.where(soft.total == 0, 0.0, out / soft.total)  # NaN in q stays NaN
@@ -396,7 +391,11 @@ def check_call(call: Call, block: int | None = None) -> None:
     rule, store, q, k, v, _, first, recent, *_ = call
     first = store.offset if first is None else first
     checks.floats(q, "q")
-    (b, h, dk), length = (store.batch, store.heads, call.d_key), store.clock.bound(store)
+    (b, h), (dk, dv), length = (
+        (store.batch, store.heads),
+        rule.sizes(store),
+        store.clock.bound(store),
+    )
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
         raise ValueError(
             f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}"
@@ -408,7 +407,7 @@ def check_call(call: Call, block: int | None = None) -> None:
     checks.device(q, "q", store.device, "the store")
     if (k is None) != (v is None) or (k is not None and k.shape[2] != v.shape[2]):
         raise ValueError("k and v must be given together, with equally many tokens")
-    for name, x, d in (("k", k, dk), ("v", v, call.d_value)):
+    for name, x, d in (("k", k, dk), ("v", v, dv)):
         if x is not None and list(x.shape) != [b, h, min(x.shape[2], length), d]:
             want = f"[{b}, {h}, at most {length}, {d}]"
             raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
@@ -468,15 +467,15 @@ class Reference(Backend):
         past = past if k is None else past - k.shape[2]
         groups = q.shape[1] // store.heads
         sight = _Sight(store, rule, n, groups, mask, first, past, recent, bias)
-        soft = _Softmax(query.plain.shape[:3], q.device, call.d_value)
+        soft = _Softmax(query.plain.shape[:3], q.device, rule.sizes(store)[1])
         _add_coded(soft, query, call, sight, self.blocks, self.block_of(store))
         exact, positions = {}, None
         for side in ("key", "value"):
             exact[side], positions = store.exact(side)
         if positions.shape[1]:
-            keys = [exact[side] for side in call.key_sides]
+            keys = [exact[side] for side in rule.key_sides]
             keys = keys[0] if len(keys) == 1 else torch.cat(keys, -1)
-            _add_exact(soft, query, sight, keys, exact[call.value_side], positions, past)
+            _add_exact(soft, query, sight, keys, exact[rule.value_side], positions, past)
         if k is not None and k.shape[2]:
             positions = torch.arange(k.shape[2], device=q.device)[None] + past
             _add_exact(soft, query, sight, k, v, positions)

@@ -197,7 +197,7 @@ class DeviceClock(HostClock):
         lo, hi = max(0, length - recent), max(0, min(size - recent, length))
         if lo < hi:
             slots = torch.arange(lo, hi, device=store.device) % recent
-            for part, x in zip(store.parts, store.read_in_frame(lo)):
+            for part, x in zip(store.parts, store.read(lo, framed=True)):
                 part.exact.recent.index_copy_(2, slots, x[:, :, : hi - lo])
 
 

@@ -489,7 +489,7 @@ class Gather(Backend):
             store.offset if window is None else max(store.offset, now - window),
             now if call.k is None else now - call.k.shape[2],
             now,
-            store.past_exact_from,
+            store.clock.exact_from(store),
             store.recipe.sinks,
             store.recipe.recent,
             store.offset,

@@ -325,13 +325,10 @@ def attend_cells(
         if hi <= lo or not length:
             continue
         past = length if k is None else length - (hi - lo)
-        first, near = (
-            ((), ())
-            if recent is None
-            else (
-                by_head(read(i, past, cell.d_key)) for read in (recent.read_first, recent.read)
-            )
-        )
+        first, near = (), ()
+        if recent is not None:
+            ((first, near),) = recent.read(recent.places([(i, past)]), cell.d_key)
+            first, near = by_head(first), by_head(near)
         coded = past - (near[0].shape[1] if near else 0)
         dense = codes.read(cache, requests.table[i], coded)
         if recent is not None:
@@ -341,6 +338,10 @@ def attend_cells(
             ]
         if k is not None:
             dense = [torch.cat(x, 1) for x in zip(dense, by_head((k[lo:hi], v[lo:hi])))]
+        # what no query's window reaches may be gone: its block holds another layer's bytes
+        gone = max(0, length - (hi - lo) - (rule.sliding_window or length) + 1)
+        for x in dense:
+            x[:, :gone] = 0
         o, s = dense_attention(
             q[lo:hi].transpose(0, 1)[None], *(x[None] for x in dense), **scores
         )
@@ -383,25 +384,34 @@ class Recent:
         "Of some rows of the table."
         return replace(self, table=self.table[requests])
 
-    def read(
-        self, request: int, past: int, d_key: int
-    ) -> tuple:  # (keys [t, H, d_key], values [t, H, d_value])
-        "The last tokens of the first `past` ones of a request."
-        t = torch.arange(max(0, past - self.tokens), past, device=self.cache.device)
-        states = self.cache[self.table[request][t // self.block].long(), :, t % self.block]
-        return states[..., :d_key], states[..., d_key:]
+    def places(
+        self,
+        requests: list,  # (row of the table, tokens before the step) of each
+    ) -> tuple:  # (blocks, places in them, (first tokens, recent ones) of each request)
+        """Where the exact tokens before a step lie: of each request the first ones that are no
+        recent ones, in the block of its last token, then the recent ones."""
+        rows, counts = [], []
+        for row, past in requests:
+            near = range(max(0, past - self.tokens), past)
+            first, page = max(0, min(self.sinks, near.start)), max(0, past - 1) // self.block
+            rows += [(row, page, self.block + s) for s in range(first)]
+            rows += [(row, t // self.block, t % self.block) for t in near]
+            counts.append((first, len(near)))
+        rows = torch.tensor(rows, dtype=torch.int64).view(-1, 3).T
+        of, pages, at = rows.to(self.table.device)
+        return self.table[of, pages].long(), at, counts
 
-    def read_first(
-        self, request: int, past: int, d_key: int
-    ) -> tuple:  # (keys [s, H, d_key], values [s, H, d_value])
-        """The first tokens of a request that are no recent ones, from the block of the last of
-        its first `past` tokens."""
-        count = max(0, min(self.sinks, past - self.tokens))
-        page = max(0, past - 1) // self.block
-        states = self.cache[
-            self.table[request][page : page + 1].long(), :, self.block : self.block + count
-        ][0].transpose(0, 1)
-        return states[..., :d_key], states[..., d_key:]
+    def read(
+        self,
+        places: tuple,  # of `places`
+        d_key: int,
+    ) -> list:  # ((keys [s, H, d_key], values [s, H, d_value]) of first tokens, of recent ones)
+        "What lies there, of each request."
+        blocks, at, counts = places
+        states = self.cache[blocks, :, at]
+        parts = iter(states.split([n for both in counts for n in both]))
+        sides = lambda x: (x[..., :d_key], x[..., d_key:])
+        return [(sides(next(parts)), sides(next(parts))) for _ in counts]
 
 
 def store_recent(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['angles', 'first_mean', 'prompt_pair_scales', 'make_room', 'append_by_host', 'KVStore', 'row_tensors', 'rearrange',
-           'kind_of', 'bytes_by_kind', 'tables_of', 'expected_nbytes']
+           'tail_with', 'kind_of', 'bytes_by_kind', 'tables_of', 'expected_nbytes']
 
 # %% ../../nbs/31_store.ipynb #897555f6
 import math
@@ -335,15 +335,15 @@ class KVStore:
 
     # --- reading
 
-    def read(self, first: int | None = None, last: int | None = None) -> tuple:
+    def read(
+        self,
+        first: int | None = None,
+        last: int | None = None,
+        framed: bool = False,  # keys as `Part.into_frame` gave them
+    ) -> tuple:
         """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and recent
         tokens exact (with a pair scale, but for rounding); all that is held if no positions are
         given. Without `last`, waits for the device where that counts, see `sync`."""
-        k, v = self.read_in_frame(first, last)
-        return self.key.out_of_frame(k), v
-
-    def read_in_frame(self, first: int | None = None, last: int | None = None) -> tuple:
-        "`read` with keys as `Part.into_frame` gave them."
         last = self.clock.learn(self) if last is None else last
         first = self.offset if first is None else first
         out = []
@@ -354,7 +354,7 @@ class KVStore:
             b, slot = ((positions >= first) & (positions < last)).nonzero(as_tuple=True)
             x[b, :, positions[b, slot] - first] = states[b, :, slot]
             out.append(x)
-        return tuple(out)
+        return (out[0] if framed else self.key.out_of_frame(out[0])), out[1]
 
     def coded(self, side: str, first: int, last: int) -> Coded:
         """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
@@ -384,14 +384,9 @@ class KVStore:
         )
         first = self.start[:, None] + torch.arange(sinks, device=self.device)
         recent = exact.slots(length).expand(self.batch, -1)
-        stale = (recent < self.past_exact_from) | self.ranges.is_sink(recent, sinks)
+        stale = (recent < self.clock.exact_from(self)) | self.ranges.is_sink(recent, sinks)
         positions = [first.where(first < length, -1), recent.where(~stale, -1)]
         return exact.states(length), torch.cat(positions, 1)
-
-    @property
-    def past_exact_from(self):
-        "First position whose exact states are held as recent."
-        return self.clock.exact_from(self)
 
     # --- appends that nobody waits for
 
@@ -609,17 +604,16 @@ def repeat(self: KVStore, times: int) -> None:
     rearrange(self, lambda x: x.repeat_interleave(times, 0), self.batch * times)
 
 # %% ../../nbs/31_store.ipynb #7449ddf7
-@patch
 @_plain
-def tail_with(self: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
+def tail_with(store: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
     """Before an append of k and v, in the frame like what it gives: the recent tokens in order,
     then these. Raises as `append`."""
-    check_states(self, k, v, names)
-    first, slots = self.clock.ring(self)
+    check_states(store, k, v, names)
+    first, slots = store.clock.ring(store)
     key, value = (
-        torch.cat([p.exact.recent[:, :, slots], x], 2) for p, x in zip(self.parts, (k, v))
+        torch.cat([p.exact.recent[:, :, slots], x], 2) for p, x in zip(store.parts, (k, v))
     )
-    return Tail(first, self.clock.now(self), key, value)
+    return Tail(first, store.clock.now(store), key, value)
 
 
 @_plain

@@ -38,8 +38,9 @@ class _Asked:
     tasks: list[str] = option(
         ("loops", "arithmetic"),
         "agreement, loops, arithmetic, gsm8k, math, humaneval, mbpp, calls-simple, "
-        "calls-multiple, calls-parallel, schemas, coqa, needle-1k, -4k, -8k, -16k, "
-        "papers, and single-, keys-, values-, queries-, variables-, words-4k or -16k.",
+        "calls-multiple, calls-parallel, schemas, coqa, novel, needle-1k, -4k, -8k, -16k, "
+        "papers, and RULER's, -4k, -8k or -16k: single, keys, values, queries, noise, codes, "
+        "lines, lines-of-codes, variables, words, frequent, squad, hotpot.",
         metavar="TASK",
     )
     data: str = option(".", "Folder with the wheels that hold the questions.", metavar="FOLDER")
@@ -149,9 +150,8 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         return longer.with_ablations(model, compared) if asked.causes else compared
 
     def units(n):
-        batches = [-(-len(x) // common.files.batch) for x in state["items"].values()]
         agrees = (1 + asked.text_windows * n) * (_AGREEMENT in asked.tasks)
-        return sum(batches) * (n + 1) + agrees
+        return sum(map(len, state["items"].values())) * (n + 1) + agrees
 
     def more(rows):
         found = longer.adjusted(longer.with_causes(rows), state["design"]["tests"])

@@ -55,17 +55,30 @@ def cache_size(
     no more than it, and tokens count only where there are no others; states of layers without
     keys and values do not count. Raises ValueError for a model that is not served, and for
     first tokens that find no room."""
-    info = models.ModelInfo(config)
-    facts = info.facts
-    layers = sum(x.sliding_window is None for x in info.coded) or len(info.coded)
-    d, heads = facts["head size"], max(1, facts["KV heads"] // gpus) * gpus
+    layers = models.ModelInfo(config).coded
+    if any(x.latent for x in layers):
+        raise ValueError(
+            "layers that hold latents (multi-head latent attention) are not served by an "
+            "engine: TurboQuantCache serves them in transformers"
+        )
+    heads = [max(1, x.heads // gpus) * gpus for x in layers]
+    sizes = [
+        h * serving.bytes_per_token(x.key_size, x.value_size) for x, h in zip(layers, heads)
+    ]
+    pages, page = vllm.Pages(block, frozenset(sizes)), block * max(sizes)
+    tokens = [pages.tokens_of(n) for n in sizes]  # of a page of each layer
+    alike = len({x.sliding_window is None for x in layers}) < 2
+    stay = [alike or x.sliding_window is None for x in layers]
     found = dict(
-        bytes_per_token=layers * heads * serving.bytes_per_token(d),
-        bytes_16_bit=layers * heads * 4 * d,
+        bytes_per_token=sum(page // n for n, yes in zip(tokens, stay) if yes),
+        bytes_16_bit=sum(
+            2 * h * (x.key_size + x.value_size) for x, h, yes in zip(layers, heads, stay) if yes
+        ),
     )
-    page = len(info.coded) * heads * block * serving.bytes_per_token(d)
     for name, step in (("recent_bytes", 1), ("chunk_bytes", chunk)):
-        found[name] = serving.recent_blocks(block, d, 2, step) * page
+        found[name] = page * sum(
+            serving.recent_blocks(n, x.key_size, 2, step) for x, n in zip(layers, tokens)
+        )
     found["times_16_bit"] = found["bytes_16_bit"] / found["bytes_per_token"]
     if memory is not None and weights is not None:
         room = memory * gpus - weights

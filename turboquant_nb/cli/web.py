@@ -192,7 +192,9 @@ def stored(
     first = max(store.offset, store.length - last)
     coded = store.coded(side, first, store.length)
     at = torch.arange(first, store.length, device=store.device)[None]
-    exact = store.ranges.is_exact(at, store.recipe.sinks, store.past_exact_from)[0, 0, 0]
+    exact = store.ranges.is_exact(at, store.recipe.sinks, store.clock.exact_from(store))[
+        0, 0, 0
+    ]
     return coded.codes[0, head].T.cpu(), coded.scale[0, head].float().cpu(), exact.cpu(), first
 
 

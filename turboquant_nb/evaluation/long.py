@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable
@@ -206,6 +207,18 @@ def _answered(model, tokenizer, items: list, candidate, *how) -> tuple:
     return each, sum(bits) / len(bits)
 
 
+def _batches(items: list, sizes: dict, most: int) -> list:
+    "Items in their order, at most so many together, none more than twice as long as another."
+    parts = []
+    for x in items:
+        last = parts[-1] if parts else None
+        if last and len(last) < most and sizes[x.number] <= 2 * sizes[last[0].number]:
+            last.append(x)
+        else:
+            parts.append([x])
+    return parts
+
+
 @dataclass(frozen=True)
 class Asking:
     "How questions are asked."
@@ -214,7 +227,7 @@ class Asking:
     batch: int = 16
     temperature: float = 0.0
     seed: int = 0
-    tick: Callable = lambda: None  # called after each batch
+    tick: Callable = lambda: None  # called for each item
 
 
 def ask(
@@ -237,23 +250,24 @@ def ask(
     fit = [x for x in items if sizes[x.number] <= room]
     fit.sort(key=lambda x: (sizes[x.number], x.number))
     answers, bits, seconds = {}, [], 0.0
-    for i in range(0, len(fit), how.batch):
-        part = fit[i : i + how.batch]
+    for i, part in enumerate(_batches(fit, sizes, how.batch)):
 
         def find(part=part, i=i):
             began, drawn = time.perf_counter(), (how.temperature, how.seed + i)
             got, held = _answered(model, tokenizer, part, candidate, task.most, *drawn)
             seconds, found = time.perf_counter() - began, []
-            for number, judge, (tokens, ended) in got:
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                right = bool(judge(text, tokens))
-                found.append(dict(number=number, right=right, ended=ended, tokens=tokens))
+            texts = [tokenizer.decode(x, skip_special_tokens=True) for _, _, (x, _) in got]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # some judges run programs
+                rights = [*pool.map(lambda x, text: x[1](text, x[2][0]), got, texts)]
+            for (number, _, (tokens, ended)), right in zip(got, rights):
+                found.append(dict(number=number, right=bool(right), ended=ended, tokens=tokens))
             return dict(items=found, bits=held, seconds=seconds)
 
-        found = how.log.take((task.name, name or "uncompressed", i // how.batch), find)
+        found = how.log.take((task.name, name or "uncompressed", i), find)
         answers |= {x["number"]: x for x in found["items"]}
         bits, seconds = [*bits, found["bits"]], seconds + found["seconds"]
-        how.tick()
+        for _ in part:
+            how.tick()
     if not fit:
         raise ValueError(f"no item of {task.name} fits the context of this model")
     return dict(answers=answers, bits=sum(bits) / len(bits), seconds=seconds)

@@ -28,7 +28,7 @@ from .layer import STEPS, CodedStates, TurboQuantLayer
 from .hooks import Detour
 from ..cache.clock import CAPTURE, DeviceClock, flags_of, is_captured
 from ..cache.exact import Tail, _plain
-from ..cache.store import KVStore, make_room, row_tensors
+from ..cache.store import KVStore, make_room, row_tensors, tail_with
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
 class CapturedSteps:
@@ -74,7 +74,7 @@ class CapturedSteps:
             why = layer.reader.obstacle.why
             raise ValueError(f"captured steps need attention on codes: {why}")
         few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
-        tail = layer.store.tail_with(*states) if few else None
+        tail = tail_with(layer.store, *states) if few else None
         near = (tail.key, tail.value) if few else states
         if not torch.compiler.is_compiling():
             self.tail = near if few else None  # a replay leaves them there, for a crop after it

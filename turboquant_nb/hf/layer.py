@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from ..cache import token_coder
 from ..cache.attention import visible
 from ..cache.clock import HostClock
-from ..cache.store import KVStore
+from ..cache.store import KVStore, tail_with
 from .deferred import Held
 from .hooks import Handle, attention_name, wants_weights
 from .passes import repeated_starts
@@ -459,7 +459,7 @@ class TurboQuantLayer(CacheLayerMixin):
                 self.make_growing()  # it may grow again
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
-            tail = self.store.tail_with(key_states, value_states, self.names) if few else None
+            tail = tail_with(self.store, key_states, value_states, self.names) if few else None
             together = later is not None and n == 1 and not few and self.backend != "triton"
             # flags of all layers are looked at together: of a first chunk when the pass ends,
             # of others in the next one

@@ -8,7 +8,6 @@ __all__ = ['half_asm', 'refuses', 'read_block', 'join_piece', 'look_up', 'Kernel
 # %% ../../nbs/43b_blocks.ipynb #43b00007
 from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -16,16 +15,18 @@ from torch import Tensor
 from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
-from .decode import CodeTables, Launcher, is_interpreted, padded_size
+from turboquant_nb.kernels.decode import (
+    CodeTables,
+    Launcher,
+    _code,
+    _plane_at,
+    is_interpreted,
+    padded_size,
+    tl,
+    triton,
+)
 from .encode import device_properties
 from ..quant.quantizer import Code, Coded
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # `refuses` says so
-    triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    tl = SimpleNamespace(constexpr=lambda x: x)
 
 # %% ../../nbs/43b_blocks.ipynb #43b0000b
 def half_asm(
@@ -107,42 +108,25 @@ def _two_quarters(w, t, LUT, shift, BITS: tl.constexpr, ASM: tl.constexpr):
     c0, c1, p1, p2 = w
     t0, t1, t2, t3 = t
     if not ASM:
-        a0, a1 = (
-            _one_level(c0, p1, p2, LUT, shift, 0, BITS),
-            _one_level(c0, p1, p2, LUT, shift + 4, 0, BITS),
-        )
-        b0, b1 = (
-            _one_level(c1, p1, p2, LUT, shift, 1, BITS),
-            _one_level(c1, p1, p2, LUT, shift + 4, 1, BITS),
-        )
+        a0 = _one_level(c0, p1, p2, LUT, shift, 0, BITS)
+        a1 = _one_level(c0, p1, p2, LUT, shift + 4, 0, BITS)
+        b0 = _one_level(c1, p1, p2, LUT, shift, 1, BITS)
+        b1 = _one_level(c1, p1, p2, LUT, shift + 4, 1, BITS)
         return a0, a1, b0, b1
     elif BITS == 2:
-        return tl.inline_asm_elementwise(
-            _ASM2,
-            _IN2,
-            [c0, c1, shift, t0],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
+        asm: tl.constexpr = _ASM2
+        names: tl.constexpr = _IN2
+        given = (c0, c1, shift, t0)
     elif BITS == 3:
-        return tl.inline_asm_elementwise(
-            _ASM3,
-            _IN3,
-            [c0, c1, p1, shift, t0, t1],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
+        asm: tl.constexpr = _ASM3
+        names: tl.constexpr = _IN3
+        given = (c0, c1, p1, shift, t0, t1)
     else:
-        return tl.inline_asm_elementwise(
-            _ASM4,
-            _IN4,
-            [c0, c1, p1, p2, shift, t0, t1, t2, t3],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
-        )
+        asm: tl.constexpr = _ASM4
+        names: tl.constexpr = _IN4
+        given = (c0, c1, p1, p2, shift, t0, t1, t2, t3)
+    four: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+    return tl.inline_asm_elementwise(asm, names, given, dtype=four, is_pure=True, pack=4)
 
 # %% ../../nbs/43b_blocks.ipynb #43b00011
 @triton.jit
@@ -151,34 +135,32 @@ def _bytes(
     P1,
     P2,
     tile,
-    base,
-    upper,
-    bit,
-    seen,
-    SIZE: tl.constexpr,
+    r,
+    c,
+    D: tl.constexpr,
+    R: tl.constexpr,
     BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Bytes of a tile's planes: base plane of the lower and the upper channels, and up to two
-    planes of bits."""
-    here = P0 + tile * SIZE + base
-    if WHOLE:
-        c0, c1 = tl.load(here), tl.load(here + upper)
+    """Bytes of byte rows r and lower channels c of a tile, [r, c] or BY_TOKEN [c, r]: base
+    plane of the lower and the upper channels, up to two planes of bits. WHOLE: none is
+    missing."""
+    HALF: tl.constexpr = D // 2
+    if BY_TOKEN:
+        base = c[:, None] * R + r[None, :]
+        upper, bit, seen = HALF * R, base, (c < HALF)[:, None] & (r >= 0)[None, :]
     else:
-        c0, c1 = tl.load(here, mask=seen, other=0), tl.load(here + upper, mask=seen, other=0)
+        base, bit = r[:, None] * D + c[None, :], r[:, None] * HALF + c[None, :]
+        upper, seen = HALF, (r >= 0)[:, None] & (c < HALF)[None, :]
+    here = P0 + tile * (R * D) + base
+    ok, other = (None, None) if WHOLE else (seen, 0)
+    c0, c1 = tl.load(here, mask=ok, other=other), tl.load(here + upper, mask=ok, other=other)
     p1, p2 = c0, c0
     if BITS > 2:
-        p1 = (
-            tl.load(P1 + tile * (SIZE // 2) + bit)
-            if WHOLE
-            else tl.load(P1 + tile * (SIZE // 2) + bit, mask=seen, other=0)
-        )
+        p1 = tl.load(P1 + tile * (R * HALF) + bit, mask=ok, other=other)
     if BITS > 3:
-        p2 = (
-            tl.load(P2 + tile * (SIZE // 2) + bit)
-            if WHOLE
-            else tl.load(P2 + tile * (SIZE // 2) + bit, mask=seen, other=0)
-        )
+        p2 = tl.load(P2 + tile * (R * HALF) + bit, mask=ok, other=other)
     return c0, c1, p1, p2
 
 
@@ -231,38 +213,8 @@ def _read_kernel(
     bh = tl.program_id(1)
     b, h = bh // heads, bh % heads
     slot, c, d = tl.arange(0, R), tl.arange(0, HK), tl.arange(0, DP)
-    if BY_TOKEN:
-        base = c[:, None] * R + slot[None, :]
-        seen = (c < HALF)[:, None] & (slot >= 0)[None, :]
-        w = _bytes(
-            P0,
-            P1,
-            P2,
-            bh.to(tl.int64) * cap + pair // 2,
-            base,
-            HALF * R,
-            base,
-            seen,
-            R * D,
-            BITS,
-            2 * HK == D,
-        )
-    else:
-        seen = (slot >= 0)[:, None] & (c < HALF)[None, :]
-        base, bit = slot[:, None] * D + c[None, :], slot[:, None] * HALF + c[None, :]
-        w = _bytes(
-            P0,
-            P1,
-            P2,
-            bh.to(tl.int64) * cap + pair // 2,
-            base,
-            HALF,
-            bit,
-            seen,
-            R * D,
-            BITS,
-            2 * HK == D,
-        )
+    tile = bh.to(tl.int64) * cap + pair // 2
+    w = _bytes(P0, P1, P2, tile, slot, c, D, R, BITS, BY_TOKEN, 2 * HK == D)
     l0, l1, u0, u1 = _two_quarters(w, _table(TABLE), TABLE, pair % 2 * 2, BITS, ASM)
     at = MATRIX + h * mh + c[:, None] * D + d[None, :]
     real = (c < HALF)[:, None] & (d < D)[None, :]
@@ -414,7 +366,7 @@ def read_block(
             last=last,
             sinks=t["sinks"].shape[2],
             recent=t["recent"].shape[2],
-            exact_from=store.past_exact_from,
+            exact_from=store.clock.exact_from(store),
             factor=step,
             D=d,
             DP=padded_size(d),
@@ -491,6 +443,31 @@ def join_piece(
 
 # %% ../../nbs/43b_blocks.ipynb #43b00021
 @triton.jit
+def _plane_bytes(
+    P0,
+    P1,
+    P2,
+    tile,
+    r,
+    j,
+    seen,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    "Bytes of byte rows r and channels j in the planes, and which place they have in the first."
+    base, bit, upper = _plane_at(tile, r, j, D, R, BY_TOKEN)
+    c0 = tl.load(P0 + (bit if BITS == 1 else base), mask=seen, other=0).to(tl.int32)
+    c1, c2 = c0, c0
+    if BITS > 2:
+        c1 = tl.load(P1 + bit, mask=seen, other=0).to(tl.int32) >> upper
+    if BITS > 3:
+        c2 = tl.load(P2 + bit, mask=seen, other=0).to(tl.int32) >> upper
+    return c0, c1, c2, upper if BITS == 1 else 0
+
+
+@triton.jit
 def _look_up_kernel(
     OUT,
     ob,
@@ -519,24 +496,12 @@ def _look_up_kernel(
     r, j = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (j < D)
     channel = first + j if RANGE else tl.load(CHANNELS + j, mask=j < D, other=0)
-    HALF: tl.constexpr = (D + 1) // 2
-    low, upper = j % HALF, j // HALF
-    bit = tile * (R * HALF) + (low * R + r if BY_TOKEN else r * HALF + low)
-    base = bit if BITS == 1 else tile * (R * D) + (j * R + r if BY_TOKEN else r * D + j)
-    c0 = tl.load(P0 + head * s0 + base, mask=real, other=0).to(tl.int32)
-    c1, c2 = c0, c0
-    if BITS > 2:
-        c1 = tl.load(P1 + head * s1 + bit, mask=real, other=0).to(tl.int32) >> upper
-    if BITS > 3:
-        c2 = tl.load(P2 + head * s2 + bit, mask=real, other=0).to(tl.int32) >> upper
+    p0, p1, p2 = P0 + head * s0, P1 + head * s1, P2 + head * s2
+    c0, c1, c2, place = _plane_bytes(p0, p1, p2, tile, r, j, real, D, R, BITS, BY_TOKEN)
     to = OUT + head * ob + (tile * (4 * R) + r) * width + channel
     for quarter in tl.static_range(4):
         slot = quarter % 2 * 4 + quarter // 2 * 2
-        symbol = (c0 >> (slot + upper)) & 1 if BITS == 1 else (c0 >> slot) & 3
-        if BITS > 2:
-            symbol = symbol * 2 + ((c1 >> slot) & 1)
-        if BITS > 3:
-            symbol = symbol * 2 + ((c2 >> slot) & 1)
+        symbol = _code(c0, c1, c2, slot, slot + place, BITS)
         level = tl.load(TABLE + channel * each + symbol, mask=real, other=0)
         tl.store(to + quarter * R * width, level, mask=real)
 
@@ -566,23 +531,15 @@ def _window_kernel(
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r, own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (own < D)
-    HALF: tl.constexpr = (D + 1) // 2
-    windows = (0, 0, 0, 0)
+    windows, p0, p1 = (0, 0, 0, 0), P0 + head * s0, P1 + head * s1
     for back in tl.static_range(HELD + 1):
         j = tl.load(CHAIN + back * D + own, mask=own < D, other=-1)
-        seen, low, upper = real & (j >= 0), j % HALF, j // HALF
-        bit = tile * (R * HALF) + (low * R + r if BY_TOKEN else r * HALF + low)
-        base = bit if BITS == 1 else tile * (R * D) + (j * R + r if BY_TOKEN else r * D + j)
-        c0 = tl.load(P0 + head * s0 + base, mask=seen, other=0).to(tl.int32)
-        c1 = c0
-        if BITS > 2:
-            c1 = tl.load(P1 + head * s1 + bit, mask=seen, other=0).to(tl.int32) >> upper
+        seen = real & (j >= 0)
+        c0, c1, c2, place = _plane_bytes(p0, p1, p1, tile, r, j, seen, D, R, BITS, BY_TOKEN)
         more = ()
         for quarter in tl.static_range(4):
             slot = quarter % 2 * 4 + quarter // 2 * 2
-            symbol = (c0 >> (slot + upper)) & 1 if BITS == 1 else (c0 >> slot) & 3
-            if BITS > 2:
-                symbol = symbol * 2 + ((c1 >> slot) & 1)
+            symbol = _code(c0, c1, c2, slot, slot + place, BITS)
             more = more + (windows[quarter] | symbol << (back * BITS),)
         windows = more
     to = OUT + head * ob + (tile * (4 * R) + r) * width + own

@@ -817,7 +817,7 @@ class Cpu(Backend):
         c.starts, c.G, c.offset = ctypes.addressof(starts), g, offset
         c.low = offset if window is None else max(offset, now - window)
         c.past, c.now = now if call.k is None else now - call.k.shape[2], now
-        c.exact_from, c.threads = store.past_exact_from, torch.get_num_threads()
+        c.exact_from, c.threads = store.clock.exact_from(store), torch.get_num_threads()
         c.softcap = rule.softcap or 0.0
         last = max(0, min(c.past, c.exact_from))
         first = min(max(c.low, s + store.recipe.sinks) for s in ranges)

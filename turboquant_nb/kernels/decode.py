@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['READY', 'NUMBER_SLOTS', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'window_chain',
            'CodeTables', 'last_dim_dense', 'store_operands', 'call_numbers', 'Launch', 'Launcher', 'padded_size',
-           'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'combine', 'is_interpreted',
-           'plain_queries', 'portable_attention']
+           'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine',
+           'is_interpreted', 'plain_queries', 'portable_attention']
 
 # %% ../../nbs/41_decode.ipynb #4b4c78b3
 import inspect
@@ -14,23 +14,44 @@ import itertools
 import math
 import operator
 from functools import lru_cache, reduce
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache.attention import Call, Rule
-from .encode import _moved, packed_order
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # `launch.refuses` says so; everything that needs no kernel works
-    triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    tl = SimpleNamespace(constexpr=None)
+from .encode import _moved, packed_order, tl, triton
 
 # %% ../../nbs/41_decode.ipynb #2479f4d1
+@triton.jit
+def _plane_at(tile, r, j, D: tl.constexpr, R: tl.constexpr, BY_TOKEN: tl.constexpr):
+    """Where byte rows r of a tile have channels j: in the base plane, in a plane of single
+    bits, and at which of two places there, as two channels share a byte."""
+    HALF: tl.constexpr = (D + 1) // 2
+    low = j % HALF
+    if BY_TOKEN:
+        base, bit = j * R + r, low * R + r
+    else:
+        base, bit = r * D + j, r * HALF + low
+    base += tile * (R * D)
+    bit += tile * (R * HALF)
+    return base, bit, j // HALF
+
+
+@triton.jit
+def _code(c0, c1, c2, slot, upper, BITS: tl.constexpr):
+    "A code from bytes of its planes: two bits at `slot` of the first, single ones at `upper`."
+    if BITS == 1:
+        code = (c0 >> upper) & 1
+    else:
+        code = (c0 >> slot) & 3
+    if BITS > 2:
+        code = code * 2 + ((c1 >> upper) & 1)
+    if BITS > 3:
+        code = code * 2 + ((c2 >> upper) & 1)
+    return code
+
+
 @triton.jit
 def _codes(
     P0,
@@ -47,24 +68,14 @@ def _codes(
     BY_TOKEN: tl.constexpr,
 ):
     "Codes of byte rows r and channels j in the slots of the planes of a tile."
-    HALF: tl.constexpr = (D + 1) // 2
-    low = j % HALF
-    if BY_TOKEN:
-        base, bit = j * R + r, low * R + r
-    else:
-        base, bit = r * D + j, r * HALF + low
-    base += tile * (R * D)
-    bit += tile * (R * HALF)
-    upper = slot + j // HALF
-    if BITS == 1:
-        code = (tl.load(P0 + bit, mask=real, other=0).to(tl.int32) >> upper) & 1
-    else:
-        code = (tl.load(P0 + base, mask=real, other=0).to(tl.int32) >> slot) & 3
+    base, bit, upper = _plane_at(tile, r, j, D, R, BY_TOKEN)
+    c0 = tl.load(P0 + (bit if BITS == 1 else base), mask=real, other=0).to(tl.int32)
+    c1, c2 = c0, c0
     if BITS > 2:
-        code = code * 2 + ((tl.load(P1 + bit, mask=real, other=0).to(tl.int32) >> upper) & 1)
+        c1 = tl.load(P1 + bit, mask=real, other=0).to(tl.int32)
     if BITS > 3:
-        code = code * 2 + ((tl.load(P2 + bit, mask=real, other=0).to(tl.int32) >> upper) & 1)
-    return code
+        c2 = tl.load(P2 + bit, mask=real, other=0).to(tl.int32)
+    return _code(c0, c1, c2, slot, slot + upper, BITS)
 
 
 @triton.jit
@@ -140,15 +151,21 @@ def _portable_cap(s, cap):
 
 
 @triton.jit
-def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr):
-    """One more block of tokens in an online softmax: scores s [rows, tokens], values [tokens,
-    DVP]."""
+def _softmax(s, visible, m, cap, CAPPED: tl.constexpr):
+    """More scores [rows, tokens] in an online softmax: maxima, what earlier sums are multiplied
+    by, and weights."""
     if CAPPED:
         s = _portable_cap(s, cap)
     s = tl.where(visible, s * 1.4426950408889634, -1e30)
     new = tl.maximum(m, tl.max(s, 1))
-    rescale = tl.exp2(m - new)
-    p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
+    return new, tl.exp2(m - new), tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
+
+
+@triton.jit
+def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr):
+    """One more block of tokens in an online softmax: scores s [rows, tokens], values [tokens,
+    DVP]."""
+    new, rescale, p = _softmax(s, visible, m, cap, CAPPED)
     w = tl.where(
         visible, p * weight[None, :], 0.0
     )  # the scale of a token that was never written may be anything
@@ -156,6 +173,50 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/41_decode.ipynb #206b8505
+@triton.jit
+def _coded_range(
+    at,
+    b,
+    START,
+    END,
+    length,
+    offset,
+    sinks,
+    recent,
+    recent_from,
+    chunk,
+    own,
+    sliding_window,
+    HAS_START: tl.constexpr,
+    HAS_END: tl.constexpr,
+    SLIDING: tl.constexpr,
+):
+    "From where to where queries at these positions read codes."
+    low, high = at * 0 + sinks, at + 1
+    if HAS_START:
+        low += tl.load(START + b).to(tl.int32)
+    if HAS_END:
+        high = tl.minimum(high, tl.load(END + b).to(tl.int32))
+    low = tl.maximum(low, offset)
+    if SLIDING:
+        low = tl.maximum(low, at - sliding_window + 1)
+    return low, tl.minimum(high, _exact_from(at, length, recent, recent_from, chunk, own))
+
+
+@triton.jit
+def _exact_from(at, length, recent, recent_from, chunk, own):
+    "What is older is read from codes, but for sinks."
+    held = tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
+    return tl.maximum(at + 1 - own, held)
+
+
+@triton.jit
+def _query_at(QUERY, sb, sh, sn, b, h, j, group, n):
+    "Where rows j of a KV head's queries lie."
+    head = (h * group + j // n).to(tl.int64)
+    return QUERY + b.to(tl.int64) * sb + head * sh + (j % n).to(tl.int64) * sn
+
+
 @triton.jit
 def _item(WORK, item, requests):
     """Of an item of a list of work: its request, which of the request's parts it is, and
@@ -265,19 +326,22 @@ def _portable_kernel(
         length = tl.load(LENGTH + b * each_length)
     j = block * Q + tl.arange(0, Q)
     at = length - n + j % n
-    low, high = at * 0 + sinks, at + 1
-    if HAS_START:
-        low += tl.load(START + b).to(tl.int32)
-    if HAS_END:
-        high = tl.minimum(high, tl.load(END + b).to(tl.int32))
-    low = tl.maximum(low, offset)
-    if SLIDING:
-        low = tl.maximum(low, at - sliding_window + 1)
-    high = tl.minimum(
-        high,
-        tl.maximum(
-            at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
-        ),
+    low, high = _coded_range(
+        at,
+        b,
+        START,
+        END,
+        length,
+        offset,
+        sinks,
+        recent,
+        recent_from,
+        chunk,
+        own,
+        sliding_window,
+        HAS_START,
+        HAS_END,
+        SLIDING,
     )
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
@@ -358,12 +422,7 @@ def _exact_rows(S, W, C, bh, i, ok, sinks, recent, cn, D: tl.constexpr, DP: tl.c
 @triton.jit
 def _attend_exactly(s, v, visible, m, total, acc, cap, CAPPED: tl.constexpr):
     "A few more exact tokens in an online softmax: scores and visible [R, T], values [T, DVP]."
-    if CAPPED:
-        s = _portable_cap(s, cap)
-    s = tl.where(visible, s * 1.4426950408889634, -1e30)
-    new = tl.maximum(m, tl.max(s, 1))
-    rescale = tl.exp2(m - new)
-    p = tl.where(visible, tl.exp2(s - new[:, None]), 0.0)
+    new, rescale, p = _softmax(s, visible, m, cap, CAPPED)
     acc = acc * rescale[:, None] + tl.sum(p[:, :, None] * v[None, :, :], 1)
     return new, total * rescale + tl.sum(p, 1), acc
 
@@ -475,9 +534,7 @@ def _exact_tokens(
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
     high = tl.minimum(at + 1, stop)
-    since = tl.maximum(
-        at + 1 - own, tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
-    )  # what is older is read from codes, but for sinks
+    since = _exact_from(at, length, recent, recent_from, chunk, own)
     m = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
@@ -597,12 +654,7 @@ def _combine_kernel(
         if HAS_END:
             stop = tl.load(END + b).to(tl.int32)
         d = tl.arange(0, DP)[None, :]
-        here = (
-            QUERY
-            + b.to(tl.int64) * sb
-            + (h * group + r // n).to(tl.int64)[:, None] * sh
-            + (r % n).to(tl.int64)[:, None] * sn
-        )
+        here = _query_at(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         qr = q
         if DR > 0:
@@ -1151,6 +1203,22 @@ def _together(
     return together, each // 2 if together > 1 and big > 128 else each
 
 
+def exact_arguments(
+    keys: tuple,  # (sinks, recent tokens) of a store
+    values: tuple,
+    k: Tensor | None,  # the chunk's
+    v: Tensor | None,
+) -> tuple:  # (arguments of the combine kernel, whether dtypes differ)
+    "Exact tokens. One pointer reads all of them, so of several dtypes it gets copies in fp32."
+    k, v = (keys[0], values[0]) if k is None else (k, v)
+    exact = dict(SK=keys[0], WK=keys[1], CK=k, SV=values[0], WV=values[1], CV=v)
+    mixed = k.dtype != keys[0].dtype or v.dtype != keys[0].dtype
+    if mixed:
+        exact = {name: t.float() for name, t in exact.items()}
+    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
+    return exact | dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn), mixed
+
+
 def combine(
     x: DecodeOperands,
     s: DecodeSizes,
@@ -1167,17 +1235,11 @@ def combine(
         q.new_empty(shape, dtype=torch.float32),
     )
     rest = out if fast else torch.empty_like(out)
-    k, v = (x.key_sinks, x.value_sinks) if x.k is None else (x.k, x.v)
-    exact = dict(
-        SK=x.key_sinks, WK=x.key_recent, CK=k, SV=x.value_sinks, WV=x.value_recent, CV=v
-    )
-    mixed = k.dtype != x.key_sinks.dtype or v.dtype != x.key_sinks.dtype
-    if mixed:  # the kernel reads all of them through one pointer
-        exact = {name: t.float() for name, t in exact.items()}
+    keys, values = (x.key_sinks, x.key_recent), (x.value_sinks, x.value_recent)
+    exact, mixed = exact_arguments(keys, values, x.k, x.v)
     _, splits, rows = parts.lse.shape
     together, each = _together(s, rows, shape.numel())
     few, at_once = s.sinks + s.recent + s.chunk, min(16 if splits <= 32 else 64, 64 // together)
-    (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
     named = (
         shared
         | exact
@@ -1188,12 +1250,6 @@ def combine(
             LSE=lse,
             REST=rest,
             SHARE=x.packed_lut,
-            ckb=ckb,
-            ckh=ckh,
-            ckn=ckn,
-            cvb=cvb,
-            cvh=cvh,
-            cvn=cvn,
             splits=splits,
             blocks=parts.blocks,
             Q=rows,

@@ -39,7 +39,7 @@ try:
     from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 except ImportError:  # no Triton, or one without Gluon: the portable kernel may still work
     gluon = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    gl = SimpleNamespace(constexpr=lambda x: x)
+    gl, mma_v2 = SimpleNamespace(constexpr=lambda x: x), None
 
 # %% ../../nbs/43_decode_mma.ipynb #fe3682bf
 def _shift(out: list, source: str, have: int, want: int, name: str) -> str:
@@ -191,35 +191,25 @@ def _lookup(w, t, BITS: gl.constexpr, KEYS: gl.constexpr):
     """Eight int8 tiles from the bytes of a piece: lower and upper half of the channels, four
     quarters or words each."""
     if BITS == 2:
-        a2: gl.constexpr = _KEY2 if KEYS else _VALUE2
-        return gl.inline_asm_elementwise(
-            a2,
-            _IN2,
-            [w[0], w[1], t[0]],
-            is_pure=True,
-            pack=4,
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
-        )
+        asm: gl.constexpr = _KEY2 if KEYS else _VALUE2
+        names: gl.constexpr = _IN2
+        given = (w[0], w[1], t[0])
     elif BITS == 3:
-        a3: gl.constexpr = _KEY3 if KEYS else _VALUE3
-        return gl.inline_asm_elementwise(
-            a3,
-            _IN3,
-            [w[0], w[1], w[2], t[0], t[1]],
-            is_pure=True,
-            pack=4,
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
-        )
+        asm: gl.constexpr = _KEY3 if KEYS else _VALUE3
+        names: gl.constexpr = _IN3
+        given = (w[0], w[1], w[2], t[0], t[1])
     else:
-        a4: gl.constexpr = _KEY4 if KEYS else _VALUE4
-        return gl.inline_asm_elementwise(
-            a4,
-            _IN4,
-            [w[0], w[1], w[2], w[3], t[0], t[1], t[2], t[3]],
-            is_pure=True,
-            pack=4,
-            dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
-        )
+        asm: gl.constexpr = _KEY4 if KEYS else _VALUE4
+        names: gl.constexpr = _IN4
+        given = (w[0], w[1], w[2], w[3], t[0], t[1], t[2], t[3])
+    return gl.inline_asm_elementwise(
+        asm,
+        names,
+        given,
+        is_pure=True,
+        pack=4,
+        dtype=(gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8, gl.int8),
+    )
 
 # %% ../../nbs/43_decode_mma.ipynb #c4a1ed01
 def _sum(out: list, registers: list, to: str) -> str:

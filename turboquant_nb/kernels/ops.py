@@ -49,7 +49,7 @@ def _read(store, first: int, last: int) -> tuple:
     return (
         blocks.read_block(store, tables, first, last)
         if by_kernel
-        else store.read_in_frame(first, last)
+        else store.read(first, last, framed=True)
     )
 
 # %% ../../nbs/46_ops.ipynb #09ee8ba6

@@ -7,7 +7,6 @@ __all__ = ['score_bias', 'AngleTables', 'angle_tables', 'rotated_queries']
 
 # %% ../../nbs/42_query.ipynb #e296a90a
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -20,14 +19,10 @@ from turboquant_nb.kernels.decode import (
     Launch,
     Launcher,
     padded_size,
+    _query_at,
+    tl,
+    triton,
 )
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # `launch.refuses` says so; everything that needs no kernel works
-    triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    tl = SimpleNamespace(constexpr=None)
 
 # %% ../../nbs/42_query.ipynb #b629b1cf
 @triton.jit
@@ -289,7 +284,7 @@ def _rotate_few_kernel(
         r = tl.program_id(0) * ROWS + first + tl.arange(0, 4)
         b, j = (r // rows).to(tl.int64), r % rows
         ok = (b < batch) & (j < group * n)
-        at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
+        at = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
         out = tl.sum(q.to(tl.float32)[:, None, :] * matrix[None, :, :], 2)
         place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
@@ -325,7 +320,7 @@ def _rotate_many_kernel(
     b, j = (r // rows).to(tl.int64), r % rows
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     ok = (b < batch) & (j < group * n)
-    at = QUERY + b * sb + (h * group + j // n).to(tl.int64) * sh + (j % n).to(tl.int64) * sn
+    at = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
     matrix, out = (
         ROTATION + h.to(tl.int64) * th + c[None, :] * tc,
         tl.zeros((ROWS, COLS), tl.float32),

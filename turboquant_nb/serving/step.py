@@ -27,18 +27,11 @@ from turboquant_nb.cache.pages import (
     attend_cells,
     store_recent,
 )
-from turboquant_nb.kernels.cells import (
-    CellPlan,
-    Launching,
-    Room,
-    Workspace,
-    append_cells,
-    append_recent,
-    decode_cells,
-    join_past,
-    locate_sinks,
-    past_cells,
-)
+from ..kernels.cell_attention import Launching, Room, decode_cells
+from ..kernels.cells import CellPlan, append_cells
+from ..kernels.past import join_past, past_cells
+from ..kernels.recent import append_recent, locate_sinks
+from ..kernels.work import Workspace
 from ..quant.calibration import Calibration, load_calibration
 from ..quant.mixed_precision import find_code, make_quantizer
 from ..quant.quantizer import CODES, PRESETS, Recipe, preset
@@ -321,6 +314,21 @@ class Step:
         default_factory=dict
     )  # what layers share: lists of work, of requests that decode and of each group
 
+    def once(self, name: tuple, make):
+        "What the first layer that asks for it makes for all."
+        if name not in self.work:
+            self.work[name] = make()
+        return self.work[name]
+
+    def rows_of(self, group: Group) -> tuple:  # (tokens, rows of the table, `Requests`)
+        "Of a group, on the device."
+        rows = [first + j for first in group.firsts for j in range(group.each)]
+        rows, mine = (
+            torch.tensor(x).to(self.table.device, non_blocking=True)
+            for x in (rows, group.requests)
+        )
+        return rows, mine, Requests(self.table[mine], self.lengths[mine])
+
     @classmethod
     def of(
         cls,
@@ -450,6 +458,7 @@ class CodedAttention:
         self.plan = CellPlan(key, value, cell.tokens, center) if kernels else None
         self.codes = self.plan if kernels else codes
         self.query_heads, self.heads, self.rule, self.flash = query_heads, heads, rule, flash
+        self.signs = {}  # of `_signs`
 
     @property
     def served_by(self) -> str:
@@ -587,17 +596,10 @@ class CodedAttention:
             work = step.work.setdefault("decodes", {})
             self._decode(states.rows(rows), out[rows], requests, memory, work, early=True)
         for i, group in enumerate(step.groups):
-            rows = [first + j for first in group.firsts for j in range(group.each)]
-            rows, mine = (
-                torch.tensor(x).to(out.device, non_blocking=True)
-                for x in (rows, group.requests)
-            )
+            rows, mine, requests = step.once(("group", i), lambda: step.rows_of(group))
             own = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
-            requests, work = (
-                Requests(step.table[mine], step.lengths[mine]),
-                step.work.setdefault(i, {}),
-            )
             near = memory._replace(recent=recent and recent.of(mine))
+            work = step.work.setdefault(i, {})
             self._decode(states.rows(rows), own, requests, near, work)
             out[rows] = own
         for run in _runs(step.chunks):  # one call for chunks that lie side by side
@@ -634,7 +636,7 @@ class CodedAttention:
         first, last, recent = run[0].first, run[-1].last, memory.recent
         starts = [c.first - first for c in run] + [last - first]
         q, k, v = states.rows(slice(first, last))
-        keys, values, ends = self._exact(run, k, v, starts, recent)
+        keys, values, ends = self._exact(run, k, v, starts, recent, step)
         seen = Seen(starts, ends, left=None if window is None else window - 1)
         own, lse = self.flash(q, keys, values, seen, self.rule.scaling, softcap)
         out[first:last] = own
@@ -653,19 +655,19 @@ class CodedAttention:
         self._with_sinks(out[first:last], lse)
 
     def _exact(
-        self, run, k, v, starts, recent
+        self, run, k, v, starts, recent, step
     ) -> tuple:  # (keys, values, where those of each chunk begin)
         "What the chunks of a run read exactly: first tokens, recent ones and their own."
-        if recent is None:
+        if recent is None or not any(c.past for c in run):
             return k, v, starts
+        name = "exact", run[0].first, recent.table.data_ptr()
+        places = step.once(name, lambda: recent.places([(c.request, c.past) for c in run]))
         keys, values, ends = [], [], [0]
-        for c, a, b in zip(run, starts, starts[1:]):
-            begin, near = (
-                read(c.request, c.past, k.shape[2]) for read in (recent.read_first, recent.read)
-            )
-            keys += [begin[0], near[0], k[a:b]]
-            values += [begin[1], near[1], v[a:b]]
-            ends.append(ends[-1] + len(begin[0]) + len(near[0]) + b - a)
+        for found, a, b in zip(recent.read(places, k.shape[2]), starts, starts[1:]):
+            (first, near), own = found, (k[a:b], v[a:b])
+            for side, x in zip((keys, values), zip(first, near, own)):
+                side += x
+            ends.append(ends[-1] + len(first[0]) + len(near[0]) + b - a)
         return torch.cat(keys), torch.cat(values), ends
 
     def _past(
@@ -674,11 +676,13 @@ class CodedAttention:
         "A chunk's attention to the tokens from coded[0] to coded[1], whose codes are read."
         rule, (k, v), n = self.rule, memory.past, self.codes.cell.tokens
         scaling, window, softcap = rule.scaling, rule.sliding_window, rule.softcap
-        rotated, q_factor = self._rotated(q)
         far, (first, last) = None, coded
         oldest = (
             0 if window is None else max(0, c.past - window + 1) // n * n
         )  # what the first query sees begins here or later
+        if last <= max(first, oldest):
+            return None
+        rotated, q_factor = self._rotated(q)
         for begin in range(oldest, last, len(k)):
             tokens = min(len(k), last - begin)
             seeing, left = c.tokens, None
@@ -745,4 +749,6 @@ class CodedAttention:
         rotation = self.plan.sides[side][0]
         if rotation.count != 1 or rotation.per_head or dtype == torch.float32:
             return None, 1.0
-        return -rotation.parts[0].to(dtype), rotation.factor
+        if (side, dtype) not in self.signs:
+            self.signs[side, dtype] = -rotation.parts[0].to(dtype)
+        return self.signs[side, dtype], rotation.factor

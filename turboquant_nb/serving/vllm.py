@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['VERSIONS', 'BLOCKS', 'MOST', 'version_reason', 'version_remark', 'kernel_block', 'options_of', 'CodedWindowSpec',
-           'CodedSpec', 'Backend', 'Meta', 'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder', 'RecentBackend',
-           'RecentLayer', 'heads_of', 'workspace_floats', 'layer_reasons', 'parallel_reasons', 'recent_reasons',
-           'room_reasons', 'mean_reasons', 'connector_reasons', 'draft_reasons', 'Impl', 'register']
+           'CodedSpec', 'Pages', 'Backend', 'Meta', 'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder',
+           'RecentBackend', 'RecentLayer', 'heads_of', 'workspace_floats', 'layer_reasons', 'parallel_reasons',
+           'recent_reasons', 'room_reasons', 'mean_reasons', 'connector_reasons', 'wide_reasons', 'draft_reasons',
+           'Impl', 'register']
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00007
 import os
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Recent, sink_origins
-from ..kernels.cells import Workspace, locate_sinks
-from ..kernels.encode import device_properties
+from ..kernels.recent import locate_sinks
+from ..kernels.work import Workspace
+from ..kernels.encode import device_properties, untried
 from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
@@ -31,6 +33,7 @@ from turboquant_nb.serving.step import (
     Step,
     dense,
     exact_states,
+    join,
     needs_means,
 )
 
@@ -139,6 +142,46 @@ class CodedSpec(_Cells, FullAttentionSpec):
             raise AssertionError(f"layers of one group must be coded alike, got {specs}")
         return replace(super().merge(specs), cell_bytes=specs[0].cell_bytes)
 
+# %% ../../nbs/reference/77_vllm.ipynb #77a00071
+@dataclass(frozen=True)
+class Pages:
+    """Pages of an engine, all of one size: that of a block of its layers with the most bytes a
+    token. Layers with fewer have as many tokens in a page as fit, and the rest is padding."""
+
+    tokens: int  # of a block of the engine
+    sizes: frozenset  # bytes of a token in all heads of a layer, of each kind of layers
+
+    @classmethod
+    def of(cls, vllm_config) -> "Pages":
+        "Of the layers that this process has made for an engine."
+        config, sizes = ServingConfig.of(options_of(vllm_config)), set()
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            if _is_ours(layer):
+                d, d_value = layer.head_size, getattr(layer, "head_size_v", None)
+                sizes.add(layer.num_kv_heads * config.bytes_per_token(d, d_value))
+        return cls(vllm_config.cache_config.block_size, frozenset(sizes))
+
+    def tokens_of(self, nbytes: int) -> int:
+        "Coded tokens of a page of a layer with so many bytes a token."
+        widest = max(self.sizes, default=nbytes)
+        fit = [n for n in BLOCKS if n * nbytes <= self.tokens * widest]
+        return max(fit, default=self.tokens) if nbytes < widest else self.tokens
+
+    def told(self, nbytes: int) -> dict:
+        "What the spec of such a layer says of them where layers differ; else nothing."
+        if len(self.sizes) < 2:
+            return {}
+        page, tokens = self.tokens * max(self.sizes), self.tokens_of(nbytes)
+        return dict(
+            block_size=tokens, page_size_padded=page if tokens * nbytes < page else None
+        )
+
+
+def _is_ours(layer) -> bool:
+    "Whether a layer of vLLM has our backend."
+    kind = getattr(layer, "attn_backend", None)
+    return isinstance(kind, type) and issubclass(kind, Backend)
+
 # %% ../../nbs/reference/77_vllm.ipynb #77a0000f
 class Backend(AttentionBackend):
     "Attention to codes in vLLM's blocks."
@@ -148,6 +191,7 @@ class Backend(AttentionBackend):
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes = ["auto"]
     name = "CUSTOM"
+    pages = None  # `Pages` of the engine that was started last
 
     @classmethod
     def get_name(cls) -> str:
@@ -177,7 +221,9 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 16 == 0 and 16 <= head_size <= 256
+        device = torch.device("cpu" if cls.name == "CPU_ATTN" else "cuda")
+        fits = head_size % 16 == 0 and 16 <= head_size <= 512
+        return fits and not untried(head_size, device)
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -190,6 +236,13 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_combination(cls, *args, use_mla=None, **more) -> str | None:
+        "Said beside vLLM's own reasons, which do not tell what serves a model instead."
+        if args[4] if use_mla is None else use_mla:
+            return "latents are served by TurboQuantCache in transformers alone"
+        return None
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
@@ -226,29 +279,33 @@ class Backend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec):  # 0.28 and later
-        return replace(
-            spec,
-            dtype=torch.uint8,
-            state_content_bytes=_process_config().bytes_per_token(
-                spec.head_size, getattr(spec, "head_size_v", None)
-            ),
+        each = _process_config().bytes_per_token(
+            spec.head_size, getattr(spec, "head_size_v", None)
         )
+        coded = replace(spec, dtype=torch.uint8, state_content_bytes=each)
+        if spec.block_size == 1:  # the engine asks for the bytes of a token
+            return coded
+        Backend.pages = Pages.of(_engine_config())
+        return replace(coded, **Backend.pages.told(spec.num_kv_heads * each))
 
 
-_made_with = []  # the config that the layers of this process were made with
+_made_with = []  # the config that vLLM made the layers of this process with
+
+
+def _engine_config():
+    """vLLM's config in this process, which it does not always name. Raises ValueError before
+    any layer was made."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    current = get_current_vllm_config_or_none() or next(iter(_made_with), None)
+    if current is None:
+        raise ValueError("vLLM asked for the size of a page before it made a layer")
+    return current
 
 
 def _process_config() -> ServingConfig:
-    """The config of this process: vLLM asks about pages also where it names no config. Raises
-    ValueError before any layer was made."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    current = get_current_vllm_config_or_none()
-    if current is not None:
-        return ServingConfig.of(options_of(current))
-    if not _made_with:
-        raise ValueError("vLLM asked for the size of a page before it made a layer")
-    return _made_with[0]
+    "Ours in this process."
+    return ServingConfig.of(options_of(_engine_config()))
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00011
 @dataclass
@@ -343,8 +400,6 @@ class RecentBuilder(Builder):
 class RecentBackend(Backend):
     "Blocks of exact keys and values side by side."
 
-    tokens = None  # coded ones in a page of the engine that was started last
-
     @staticmethod
     def get_builder_cls():
         return RecentBuilder
@@ -365,9 +420,10 @@ class RecentBackend(Backend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple:
-        cell = _process_config().bytes_per_token(-(-head_size // 16) * 16)
-        each = (RecentBackend.tokens or block_size) * cell // block_size
-        return num_blocks, num_kv_heads, block_size, each
+        cell, tokens = _process_config().bytes_per_token(-(-head_size // 16) * 16), block_size
+        if Backend.pages is not None:
+            tokens = Backend.pages.tokens_of(num_kv_heads * cell)
+        return num_blocks, num_kv_heads, block_size, tokens * cell // block_size
 
     @classmethod
     def customize_spec(cls, spec):
@@ -394,13 +450,14 @@ class RecentLayer(AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config):
         "A sliding window whose pages are those of codes, to the last byte."
         # vLLM overwrites its block size by the smallest of all groups soon afterwards
-        RecentBackend.tokens = tokens = vllm_config.cache_config.block_size
-        d = self.d
+        Backend.pages = pages = Pages.of(vllm_config)
+        d, cell = self.d, self.config.bytes_per_token(self.d)
+        tokens = pages.tokens_of(self.heads * cell)
         block = self.config.recent_block(tokens, d, self.dtype.itemsize)
         # vLLM's offloading stores ceil((window - 1) / block) pages and looks for ceil(window /
         # block): where these differ it would find none
         offloaded = vllm_config.kv_transfer_config is not None
-        sizes = dict(
+        sizes = pages.told(self.heads * cell) | dict(
             block_size=block,
             num_kv_heads=self.heads,
             head_size=d,
@@ -410,7 +467,7 @@ class RecentLayer(AttentionLayerBase):
             + 1
             + (offloaded and self.config.recent % block == 0),
         )
-        each = tokens * self.config.bytes_per_token(d) // block
+        each = tokens * cell // block
         if hasattr(AttentionBackend, "customize_spec"):
             return SlidingWindowSpec(**sizes, state_content_bytes=each)
         return CodedWindowSpec(**sizes, cell_bytes=each)
@@ -472,16 +529,6 @@ def workspace_floats(
     return most * max(rows, 16) * (d_value + 4)
 
 
-def _recent_blocks(layer, sinks: int) -> tuple:  # (blocks, name, context)
-    """Of a layer of vLLM: the blocks of its recent tokens, and the name under which the context
-    of a step tells more of them."""
-    from vllm.forward_context import get_forward_context
-
-    context, name = get_forward_context(), recent_name(layer.layer_name)
-    near = context.no_compile_layers[name]
-    return exact_states(near.kv_cache, sinks, 2 * near.d, near.dtype), name, context
-
-
 @lru_cache(maxsize=64)
 def _on_device(numbers: tuple, device) -> Tensor:
     "The same for all layers of a step."
@@ -490,11 +537,7 @@ def _on_device(numbers: tuple, device) -> Tensor:
 
 def _flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
     "vLLM's own attention kernel, with the interface of `dense`."
-    from vllm.v1.attention.backends.fa_utils import (
-        flash_attn_varlen_func,
-        get_flash_attn_version,
-    )
-
+    flash_attn_varlen_func, version = _flash_kernel()
     starts_q, starts_k, causal, left = seen
     longest = lambda starts: max(b - a for a, b in zip(starts, starts[1:]))
     at = [_on_device(tuple(s), q.device) for s in (starts_q, starts_k)]
@@ -512,27 +555,67 @@ def _flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) ->
         window_size=window,
         softcap=softcap or 0.0,
         return_softmax_lse=True,
-        fa_version=get_flash_attn_version(),
+        fa_version=version,
     )[:2]
     return out, lse.T
 
+
+@lru_cache(maxsize=1)
+def _flash_kernel() -> tuple:  # (function, version)
+    "Asked for once, not in each layer of each step."
+    from vllm.v1.attention.backends.fa_utils import (
+        flash_attn_varlen_func,
+        get_flash_attn_version,
+    )
+
+    return flash_attn_varlen_func, get_flash_attn_version()
+
+
+def _wide_flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
+    """`dense` without windows and soft caps for heads of more than 256 channels, which flash
+    attention does not take: PyTorch's fused attention to what was before and to the queries'
+    own tokens, joined."""
+    outs, lses, (starts_q, starts_k, causal, _) = [], [], seen
+    for a, b, c, e in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
+        own = e - (b - a) if causal else e
+        parts = [
+            _fused(q[a:b], k[x:y], v[x:y], y > own, scaling)
+            for x, y in ((c, own), (own, e))
+            if y > x
+        ]
+        out, lse = parts[0] if len(parts) == 1 else join(*parts[0], *parts[1])
+        outs.append(out.to(q.dtype))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _fused(q, k, v, causal: bool, scaling: float) -> tuple:  # (output, log-sum-exp [T, Hq])
+    "Heads of a group side by side, without copies of what they share."
+    ops, heads, group = torch.ops.aten, k.shape[1], q.shape[1] // k.shape[1]
+    q = q.unflatten(1, (heads, group)).permute(1, 2, 0, 3)
+    k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+    if q.is_cuda:
+        fused = ops._scaled_dot_product_efficient_attention
+        out, lse = fused(q, k, v, None, True, 0.0, causal, scale=scaling)[:2]
+    else:
+        fused = ops._scaled_dot_product_flash_attention_for_cpu
+        out, lse = fused(q, k, v, 0.0, causal, scale=scaling)
+    lse = lse[..., : q.shape[2]].permute(2, 0, 1).flatten(1)  # it may be padded
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse
+
 # %% ../../nbs/reference/77_vllm.ipynb #77a00014
 def layer_reasons(
-    alibi_slopes=None,
-    attn_type="decoder",
-    kv_cache_dtype="auto",
-    kv_sharing_target_layer_name=None,
-    other=(),
+    alibi_slopes=None, attn_type="decoder", kv_cache_dtype="auto", fast_prefill=False, other=()
 ) -> list:
     "Why a layer is not served, one reason for each thing; empty if it is."
+    other_kind = attn_type != "decoder"
     reasons = {
         "ALiBi": alibi_slopes is not None,
-        f"attention of kind {attn_type!r}: a cache of codes is for decoders": attn_type
-        != "decoder",
+        f"attention of kind {attn_type!r}: a cache of codes is for decoders": other_kind,
         f"kv_cache_dtype={kv_cache_dtype!r}: the recipe says how keys and values are held, "
         'leave it "auto"': kv_cache_dtype != "auto",
-        "layers that read the cache of "
-        f"{kv_sharing_target_layer_name}": kv_sharing_target_layer_name is not None,
+        "kv_sharing_fast_prefill, by which layers that share a cache do not see all "
+        "tokens of a step": fast_prefill,
         f"options {sorted(other)}": bool(other),
     }
     return [why for why, applies in reasons.items() if applies]
@@ -609,6 +692,20 @@ def connector_reasons(transfer) -> list:
     return []
 
 
+def wide_reasons(
+    d: int,  # channels of a head
+    sliding_window: int | None,
+    softcap: float | None,
+) -> list:
+    "Why a layer with heads that flash attention does not take is not served on a GPU."
+    having = {"sliding window": sliding_window, "soft cap": softcap}
+    return [
+        f"heads of {d} channels, more than 256, with a {name} of {x}"
+        for name, x in having.items()
+        if x and d > 256
+    ]
+
+
 MOST = 16  # tokens of a request that the kernel on codes takes at once
 
 
@@ -647,13 +744,15 @@ class Impl(AttentionImpl):
             alibi_slopes,
             getattr(attn_type, "value", attn_type),
             kv_cache_dtype,
-            kv_sharing_target_layer_name,
+            getattr(current.cache_config, "kv_sharing_fast_prefill", False),
             other,
         )
         reasons += parallel_reasons(current.parallel_config) + draft_reasons(
             current.speculative_config
         )
         reasons += connector_reasons(current.kv_transfer_config)
+        if Backend.name == "CUSTOM":
+            reasons += wide_reasons(head_size, sliding_window, logits_soft_cap)
         self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
         reasons += recent_reasons(
             self.config, current.scheduler_config, current.parallel_config
@@ -685,7 +784,13 @@ class Impl(AttentionImpl):
             getattr(current.speculative_config, "num_speculative_tokens", 0) or 0,
         )
         self.requests, self.layer = current.scheduler_config.max_num_seqs, None
-        _made_with[:] = [self.config]
+        self.near = None, None  # the engine's blocks of recent tokens, and what lies in them
+        self.shared = kv_sharing_target_layer_name  # the layer whose cache it reads
+        # the step's keys and values, where other layers read this one's cache; None: none does
+        self.now = None
+        if self.shared:
+            current.compilation_config.static_forward_context[self.shared].impl.now = ()
+        _made_with[:] = [current]
 
     def _make(self, name: str, device, dtype, tokens: int) -> None:
         "The layer's tables, and memory that layers share."
@@ -693,7 +798,7 @@ class Impl(AttentionImpl):
         key, value, center = _coders(self.config, name, self.head_size, device)
         codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
         rule = Rule(self.scale, self.window, self.softcap, sinks=self.logits)
-        flash = _flash if gpu else dense
+        flash = dense if not gpu else _wide_flash if self.head_size > 256 else _flash
         self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
         programs = 64 * device_properties(device).processors if gpu else 0
         group = self.num_heads // self.num_kv_heads
@@ -707,7 +812,7 @@ class Impl(AttentionImpl):
             if gpu
             else 0
         )
-        recent, page = self.config.recent, RecentBackend.tokens or tokens
+        recent, page = self.config.recent, self._page_tokens()
         # pages are cut for first tokens too, also of a layer that keeps none
         block = (
             self.config.recent_block(page, self.head_size, dtype.itemsize) if recent else None
@@ -718,10 +823,21 @@ class Impl(AttentionImpl):
             device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype
         )
 
+    def _made(self, layer, states: Tensor, tokens: int) -> None:
+        "Make them, unless they are there for blocks of so many tokens."
+        if self.layer is None or self.layer.codes.cell.tokens != tokens:
+            self._make(self.shared or layer.layer_name, states.device, states.dtype, tokens)
+
+    def _page_tokens(self) -> int:
+        "Coded tokens of a page of this layer."
+        each = self.num_kv_heads * self.config.bytes_per_token(self.head_size)
+        return Backend.pages.tokens_of(each) if Backend.pages else self.blocks.block_size
+
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         "Code this step's tokens into their slots."
-        if self.layer is None or self.layer.codes.cell.tokens != kv_cache.shape[2]:
-            self._make(layer.layer_name, key.device, key.dtype, kv_cache.shape[2])
+        self._made(layer, key, kv_cache.shape[2])
+        if self.now is not None:  # copies, since graphs use their memory again
+            self.now = key.clone(), value.clone()
         n, recent = (
             slot_mapping.shape[0],
             self._recent_slots(layer) if self.config.recent else None,
@@ -733,10 +849,22 @@ class Impl(AttentionImpl):
                 blocks, key[: len(slots)], value[: len(slots)], slots, origins
             )
 
+    def _recent_blocks(self, layer) -> tuple:  # (blocks, name, context)
+        """The blocks of a layer's recent tokens, and the name under which the context of a step
+        tells more of them."""
+        from vllm.forward_context import get_forward_context
+
+        context, name = get_forward_context(), recent_name(self.shared or layer.layer_name)
+        near = context.no_compile_layers[name]
+        if self.near[0] is not near.kv_cache:
+            states = exact_states(near.kv_cache, self.firsts, 2 * near.d, near.dtype)
+            self.near = near.kv_cache, states
+        return self.near[1], name, context
+
     def _recent_slots(self, layer) -> tuple:
         """Blocks of a layer's recent tokens, the step's slots in them, and the origins of first
         tokens or None."""
-        blocks, name, context = _recent_blocks(layer, self.firsts)
+        blocks, name, context = self._recent_blocks(layer)
         slots, told = context.slot_mapping[name], (context.attn_metadata or {}).get(name)
         if not self.firsts:
             return blocks, slots, None
@@ -767,9 +895,13 @@ class Impl(AttentionImpl):
             )
         if attn_metadata is None:
             if self.layer is None:
-                tokens = kernel_block(self.blocks.block_size)
-                self._make(layer.layer_name, query.device, query.dtype, tokens)
+                self._made(layer, query, kernel_block(self._page_tokens()))
             return output.fill_(0)
+        if self.shared:
+            from vllm.forward_context import get_forward_context
+
+            self._made(layer, query, kv_cache.shape[2])
+            key, value = get_forward_context().no_compile_layers[self.shared].impl.now
         shaped = output.view(len(output), self.num_heads, self.head_size)
         q, k, v = (
             query.view(len(query), self.num_heads, -1),
@@ -778,7 +910,7 @@ class Impl(AttentionImpl):
         )
         recent = None
         if self.config.recent:
-            blocks, name, context = _recent_blocks(layer, self.firsts)
+            blocks, name, context = self._recent_blocks(layer)
             recent = Recent(
                 blocks, context.attn_metadata[name].table, self.config.recent, self.firsts
             )
@@ -792,11 +924,7 @@ def _spec_of_cells(old):
 
     def get_kv_cache_spec(self, vllm_config):
         spec = old(self, vllm_config)
-        if (
-            spec is None
-            or not isinstance(self.attn_backend, type)
-            or not issubclass(self.attn_backend, Backend)
-        ):
+        if spec is None or not _is_ours(self):
             return spec
         window = isinstance(spec, SlidingWindowSpec)
         same = {
@@ -811,11 +939,10 @@ def _spec_of_cells(old):
         }
         config = ServingConfig.of(options_of(vllm_config))
         kind = CodedWindowSpec if window else CodedSpec
-        return kind(
-            **same,
-            dtype=torch.uint8,
-            cell_bytes=config.bytes_per_token(spec.head_size, spec.head_size_v),
-        )
+        each = config.bytes_per_token(spec.head_size, spec.head_size_v)
+        Backend.pages = Pages.of(vllm_config)
+        told = Backend.pages.told(spec.num_kv_heads * each)
+        return kind(**same | told, dtype=torch.uint8, cell_bytes=each)
 
     get_kv_cache_spec.of_cells = True
     return get_kv_cache_spec
@@ -826,11 +953,7 @@ def _with_recent(old):
 
     def __init__(self, *args, **kwargs):
         old(self, *args, **kwargs)
-        if (
-            isinstance(self.attn_backend, type)
-            and issubclass(self.attn_backend, Backend)
-            and self.impl.config.recent
-        ):
+        if _is_ours(self) and self.impl.config.recent and not self.impl.shared:
             from vllm.config import get_current_vllm_config
 
             layers = get_current_vllm_config().compilation_config.static_forward_context
