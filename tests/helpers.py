@@ -530,6 +530,7 @@ def attended_store(
     start=None,
     end=None,
     rotary=None,
+    rotating=None,
     static=False,
     scale="mse",
     rot="hadamard",
@@ -561,6 +562,8 @@ def attended_store(
         if center == "pre_rope"
         else None
     )
+    if rotating:  # channel pairs; the others have frequency 0
+        inv_freq[rotating:] = 0
     fixed = dict(max_length=T + 8, static=True) if static else {}
     store = KVStore(recipe, B, H, d, dv, dtype, device, tile=tile, inv_freq=inv_freq, **fixed)
     if start is not None:

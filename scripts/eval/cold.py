@@ -17,7 +17,12 @@ of one another.
 
 "small" is chapter 63, made like KVTC (Staniszewski and Łańcucki, 2025): the directions of most
 variance over the heads of some layers, on other text, entropy coded. "k3v3, then small" is the
-prefix of a cache that was coded before."""
+prefix of a cache that was coded before. "KVTC's way" is the paper's: all layers and heads of a
+side at once, unweighted, whole bits for each direction by the variance of other text, DEFLATE;
+steps are those of the best uniform quantiser of a normal value. Its 128 exact recent tokens, an
+eighth of such a prompt, are left out. "CacheGen" has the steps of LMCache: by token, 32 in the
+keys of the first 10 layers and the values of 2, 16 behind; each channel is entropy coded by our
+coder."""
 
 import io
 import tempfile
@@ -31,7 +36,7 @@ from eval.windows import Windows, add_match, add_options, matching, texts_of
 from plan import Plan
 
 from turboquant_nb.cache.codec import KVStore, Reader, Writer, squeeze
-from turboquant_nb.calibration.small import fit_small, read_small, save_small
+from turboquant_nb.calibration.small import _flat, _heads, fit_small, read_small, save_small
 from turboquant_nb.evaluation.score import paired, prefill, token_losses
 from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.hf.storage import save_compressed
@@ -126,6 +131,83 @@ def small(model, code, states, step, folder, dtype=torch.bfloat16):
     size = save_small(cache, folder / "x", code, step, SINKS)["nbytes"]
     back = {i: (k, v) for i, k, v in read_small(folder / "x", code)}
     return {i: tuple(x.to(states[i][0].dtype) for x in back[i]) for i in states}, size
+
+
+def cachegen(states):
+    "(states, bytes) of CacheGen's steps."
+    out, size = {}, 0
+    for n, (i, pair) in enumerate(states.items()):
+        sides = []
+        for x, fine in zip(pair, (10, 2)):
+            most = (32 if n < fine else 16) // 2 - 1
+            rows = x.transpose(1, 2).flatten(2)[0]  # [tokens, channels]
+            top = rows.abs().amax(1, keepdim=True).half().to(x.dtype).clamp(min=1e-6)
+            steps = (rows * (most / top)).round().clamp(-most, most)
+            symbols = (steps + most).to(torch.uint8).T.contiguous().numpy()
+            size += len(squeeze(symbols, 2**62)) + 2 * len(rows)
+            back = (steps / most * top).unflatten(1, (x.shape[1], -1))
+            sides.append(back.transpose(0, 1)[None])
+        out[i] = tuple(sides)
+    return out, size
+
+
+# of the best uniform quantiser of a standard normal value (J. Max, 1960), by bits from 1 on
+UNIFORM = torch.tensor([1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308])
+
+
+class KVTC:
+    "Directions of most variance over all heads and layers of a side; bits for each."
+
+    def __init__(self, model, ids):
+        layers = ModelInfo(model).layers
+        inv = {x.index: x.inv_freq for x in layers}
+        self.inv = {i: None if f is None else torch.tensor(f) for i, f in inv.items()}
+        states = [prefill(model, x[None]).states for x in ids]
+        self.bases = [self._basis(states, side) for side in range(2)]
+
+    def _rows(self, states, side):  # [tokens, channels] of all layers
+        inv = (lambda i: None) if side else self.inv.get
+        return torch.cat([_flat(pair[side], inv(i)) for i, pair in states.items()], 1)
+
+    def _basis(self, states, side):
+        x = torch.cat([self._rows(s, side)[SINKS:] for s in states])
+        mean = x.mean(0)
+        var, vectors = torch.linalg.eigh((x - mean).T @ (x - mean) / len(x))
+        return mean, var.flip(0).clamp(min=1e-12), vectors.flip(1)
+
+    def coded(self, states, bits):
+        "(states, bytes) at so many bits of a value before DEFLATE."
+        size, sides = (
+            2 * SINKS * sum(x.shape[1] * x.shape[3] for p in states.values() for x in p),
+            [],
+        )
+        for side, (mean, var, vectors) in enumerate(self.bases):
+            x, low, high = self._rows(states, side), -60.0, 60.0
+            for _ in range(60):  # the water's level, by halves
+                level = (low + high) / 2
+                each = (var.log2() / 2 - level).round().clamp(0, 8).long()
+                low, high = (level, high) if each.float().mean() > bits else (low, level)
+            used = each > 0
+            step = UNIFORM[each[used] - 1] * var[used].sqrt()
+            most = 2 ** (each[used] - 1)
+            y = ((x[SINKS:] - mean) @ vectors)[:, used] / step
+            whole = y.floor().clamp(-most, most - 1) + most
+            planes = [
+                np.unpackbits(c[:, None], axis=1)[:, 8 - int(b) :].reshape(-1)
+                for c, b in zip(whole.to(torch.uint8).T.numpy(), each[used])
+            ]
+            size += len(zlib.compress(np.packbits(np.concatenate(planes)).tobytes(), 9))
+            back = ((whole - most + 0.5) * step) @ vectors[:, used].T + mean
+            sides.append(torch.cat([x[:SINKS], back]))
+        out, at = {i: [] for i in states}, [0, 0]
+        for i, pair in states.items():
+            for side, t in enumerate(pair):
+                c = t.shape[1] * t.shape[3]
+                part = sides[side][:, at[side] : at[side] + c]
+                at[side] += c
+                inv = None if side else self.inv[i]
+                out[i].append(_heads(part, t.shape[1], inv).to(t.dtype))
+        return {i: tuple(x) for i, x in out.items()}, size
 
 
 def as_fp8(states):
@@ -234,6 +316,7 @@ def options(p):
     p.add_argument("--groups", type=int, nargs="*", default=[1, 6], help="layers of a group")
     p.add_argument("--repeat", type=int, default=5, help="how often a stream is timed")
     p.add_argument("--steps", type=float, nargs="*", default=[0.35, 0.5, 0.7, 1.0, 1.4])
+    p.add_argument("--bits", type=float, nargs="*", default=[], help="of rows of KVTC's way")
 
 
 def named(a, w, folder):
@@ -241,6 +324,12 @@ def named(a, w, folder):
     of small files or None)."""
     code = None
     out = {"fp8": lambda s, q: (as_fp8(s), sum(t.numel() for p in s.values() for t in p), None)}
+    out["CacheGen"] = lambda s, q: (*cachegen(s), None)
+    if a.bits:
+        ids = w.text(texts_of(a.calibrate), a.calibrate_windows, a.prompt)
+        kvtc = KVTC(w.model, ids)
+        for bits in a.bits:
+            out[f"KVTC's way, {bits:g} bits"] = lambda s, q, b=bits: (*kvtc.coded(s, b), None)
     for name, make in RECIPES.items():
         out[name] = lambda s, q, m=make: stored(w.model, m, s, folder, q)
     for how in CHUNKS:

@@ -27,6 +27,8 @@ def table():
 
 @pytest.mark.parametrize("name", architectures.CLASSES)
 def test_the_answer_is_what_happens(name, table):
+    if name == "CohereCompassForCausalLM" and transformers.__version__.startswith("5.17."):
+        pytest.skip("it cannot be made with small heads")
     row = architectures.tried(name)
     assert not table or row == {k: x for k, x in table[name].items() if k in row}
     if row["answer"] == "refused":

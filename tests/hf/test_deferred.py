@@ -86,6 +86,8 @@ def test_every_class_that_is_served_has_a_case():
     assert _BY_HAND <= classes
 
 
+# gives BERT's kin a mask in every pass
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 CASES = [(x, y) for x in FAMILIES for y in ("greedy", "lookup", "chunks")]
 CASES += covering_pairs([*FAMILIES], ["beams", "sampling"])
 
@@ -104,6 +106,7 @@ def test_equal_tokens_on_codes(family, way):
     reasons = cache.report()["reasons"]
     assert not any("own scores" in x for x in reasons), reasons
     masked = "GPTNeo" in family and "Japanese" not in family  # which has a local window
+    masked = masked or OLD and family in ("BigBird", "MegatronBert", "RemBert", "RoFormer")
     assert masked or not any("a mask was given" in x for x in reasons), reasons
 
 

@@ -792,7 +792,8 @@ def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
     )
     with pytest.raises(
         ValueError,
-        match=f"a column for each of 23 tokens held and .* new ones{again}, got .*25",
+        # transformers below 5.23 cuts the mask to a chunk's tokens before anything sees it
+        match=f"a column for each of 23 tokens held and .* new ones{again}, got .*(25|2, 7)",
     ):
         model.generate(
             input_ids=turn,
@@ -830,9 +831,9 @@ def test_a_used_cache_refuses_another_prompt(attention, masked):
             inputs = {k: x[:, :n] for k, x in second.items() if masked or k == "input_ids"}
             with pytest.raises(
                 ValueError,
-                match=(
-                    "The cache holds 27 tokens: .* For another prompt make a new cache, or "
-                    "call cache.reset"
+                match=(  # transformers below 5.23 first asks the cache with a mask
+                    "(The cache holds 27 tokens: .*|a column for each of 27 tokens held .*) "
+                    "For another prompt make a new cache, or call cache.reset"
                 ),
             ):
                 generate(model, inputs, attention, cache=cache)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def test_the_way_of_a_buffer():
     here, there = ({"host": "a", "gpu": x} for x in ("one", "two"))
     none, away = {"host": "a", "gpu": None}, {"host": "b", "gpu": "one"}
     way = transfer._way
-    for group in ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl", "cuda:nccl"):
+    for group in ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:nccl"):
         other = "nccl" if "nccl" in group else "host"
         assert way(here, here, group) == "ipc"
         assert way(here, there, group) == way(here, away, group) == other
@@ -84,6 +85,36 @@ def test_lost_peers(found):
     assert sender["held"] == [64] * 4, "the pass that was broken off is taken back"
     assert sender["usable"] and receiver["usable"]
     assert sender["sent"] > 10_000 and receiver["received"] == 64
+
+
+class Gone:
+    "What NCCL gives where the peer never moves: neither an error nor an end."
+
+    is_completed = staticmethod(lambda: False)
+
+
+@pytest.mark.parametrize(
+    "connects, starts, why",
+    [
+        (True, lambda *a, **k: Gone(), "nothing moved for 0.05 s"),
+        (False, lambda *a, **k: Gone(), "nothing moved for 0.05 s"),
+        (False, lambda *a, **k: threading.Event().wait(9), "NCCL did not connect"),
+        (False, lambda *a, **k: int("a word"), None),
+    ],
+)
+def test_what_waits_on_a_gpu_is_ended(connects, starts, why, monkeypatch):
+    """NCCL's part of the group is aborted, else its kernels hold the GPU; also where it waits
+    while it connects, which happens in a thread of its own. Other errors are not a loss."""
+    aborted, device = [], torch.device("cuda", 1)
+    part = SimpleNamespace(abort=lambda: aborted.append(True))
+    link = object.__new__(transfer._Link)
+    link.peer, link.wait, link.joined = 1, 0.05, connects
+    link.group = SimpleNamespace(_get_backend={device: part}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    x, began = SimpleNamespace(is_cuda=True, device=device), time.monotonic()
+    with pytest.raises(ConnectionError if why else ValueError, match=why or "a word"):
+        link._done(starts, x, 0.05)
+    assert len(aborted) == bool(why) and time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("kind", [ConnectionError, ValueError])
@@ -129,10 +160,17 @@ def test_streams_with_one_peer_come_one_after_the_other():
     assert seen == ["other", "first", "second"]
 
 
-def test_refused_here():
+def test_refused_here(monkeypatch):
     "Before anything is sent."
     with pytest.raises(RuntimeError, match="init_process_group"):
         transfer.receive(0)
+    with monkeypatch.context() as m:  # a group of NCCL alone
+        m.setattr(transfer.dist, "is_initialized", lambda: True)
+        m.setattr(transfer.dist, "get_world_size", lambda group: 2)
+        m.setattr(transfer.dist, "get_rank", lambda group: 1)
+        m.setattr(transfer.dist, "get_backend_config", lambda group: "cuda:nccl")
+        with pytest.raises(ValueError, match="a backend of the CPU too.*got 'cuda:nccl'"):
+            transfer.receive(0)
     with pytest.raises(TypeError, match="cache must be a TurboQuantCache"):
         send({}, 1)
     from transformers import LlamaConfig

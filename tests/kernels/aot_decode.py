@@ -188,17 +188,19 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
     return compiled(decode._portable_kernel, constants, capability, types, **options)
 
 
-def pre_rope(capability=90, d=128, rotary=None):
+def pre_rope(capability=90, d=128, rotary=None, rotating=None):
     "The kernel of the bias of a pre-RoPE mean."
     half = (rotary or d) // 2
-    padded = max(16, 1 << (half - 1).bit_length())
+    pairs = rotating or half
+    padded = max(16, 1 << (pairs - 1).bit_length())
     constants = dict(
         D=d,
         H2=half,
+        ROTATING=pairs,
         HP=padded,
-        REST=decode.padded_size(d - 2 * half) if d > 2 * half else 0,
-        ROWS=32 if half <= 128 else 16,
-        BT=128 if half <= 64 else 64 if half <= 128 else 32,
+        REST=decode.padded_size(d - 2 * pairs) if d > 2 * pairs else 0,
+        ROWS=32 if pairs <= 128 else 16,
+        BT=128 if pairs <= 64 else 64 if pairs <= 128 else 32,
         HAS_START=True,
         HAS_LENGTH=False,
         PDL=capability >= 90,

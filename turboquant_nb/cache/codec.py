@@ -275,11 +275,29 @@ class _Block:
                 yield self.cut(side, memory, name, lo, hi)
 
 # %% ../../nbs/31c_codec.ipynb #c0dec032b
-def _wide(t: Tensor) -> Tensor:  # [rows, tiles, …] -> [rows, tiles, numbers]
-    "The bytes of each tile, eight in a number where they can be read so."
-    t = t.flatten(2).view(torch.uint8)
-    at = (t.data_ptr(), t.shape[2], *t.stride()[:2])
-    return t.view(torch.int64) if not any(x % 8 for x in at) else t
+def _blocks(t: Tensor, lo: int, hi: int, blocks: int) -> Tensor:  # [blocks, rows, tiles, …]
+    """Tiles [lo, hi) of [B, H, tiles, …], block by block: the same memory, where that can be
+    said. Eight bytes are one number where they can be read so. Few calls of PyTorch: a GPU
+    moves a layer in less time than a processor takes to say what."""
+    (b, h, _, *tile), (first, row, step, *inside), size = t.shape, t.stride(), t.element_size()
+    count = 1
+    for n, stride in zip(reversed(tile), reversed(inside)):
+        if n > 1 and stride != count:
+            return _blocks(t.contiguous(), lo, hi, blocks)
+        count *= n
+    if b > 1 and first != h * row:
+        return _blocks(t.contiguous(), lo, hi, blocks)
+    at = t.storage_offset()
+    wide = not (at | first | row | step | t.shape[-1]) * size % 8
+    t, per = t.view(torch.int64 if wide else torch.uint8), 8 if wide else 1
+    row, step, count, at = (x * size // per for x in (row, step, count, at))
+    n = (hi - lo) // blocks
+    return t.as_strided((blocks, b * h, n, count), (n * step, row, step, 1), at + lo * step)
+
+
+def _empty(kinds: dict, device) -> dict:  # {name: tensor}
+    make = lambda dtype, shape: torch.empty(shape, dtype=dtype, device=device)
+    return {name: make(*kind) for name, kind in kinds.items()}
 
 
 class _Span(NamedTuple):
@@ -344,8 +362,7 @@ class Flat:
         "(of a tensor, of the buffer), bytes that belong to each other."
         for _, blocks, _, spans in self.runs:
             for x in spans:
-                t = _wide(tensors[x.name].flatten(0, 1)[:, x.lo : x.hi])
-                t = t.unflatten(1, (blocks, -1)).transpose(0, 1)
+                t = _blocks(tensors[x.name], x.lo, x.hi, blocks)
                 held = buffer[x.at : x.at + blocks * x.size]
                 yield t, held.view(t.dtype).view(t.shape)
 
@@ -360,15 +377,16 @@ class Flat:
 
     def scatter(self, buffer: Tensor) -> dict:  # {name: tensor}
         "The inverse: new tensors, where the buffer is."
-        tensors = self.empty(buffer.device) | self.named(buffer[: self.head].clone())
+        tensors = self.named(buffer[: self.head].clone())
+        rest = {n: kind for n, kind in self.kinds.items() if n not in tensors}
+        tensors |= _empty(rest, buffer.device)
         for t, held in self._tiles(tensors, buffer):
             t.copy_(held)
         return tensors
 
     def empty(self, device="cpu") -> dict:
         "Tensors that nothing was written to."
-        make = lambda dtype, shape: torch.empty(shape, dtype=dtype, device=device)
-        return {name: make(*kind) for name, kind in self.kinds.items()}
+        return _empty(self.kinds, device)
 
     def places(self, tensors: dict):  # lists of uint8 arrays
         "Where what each record holds lies in tensors of the CPU, in order."

@@ -254,6 +254,12 @@ def _expands(x: ast.AST) -> bool:
     return made and getattr(getattr(x.value, "func", None), "attr", "") == EXPAND
 
 
+def _holds_latents(attention: type) -> bool:
+    "Whether it expands what its cache returned; DeepSeek V3.2 did it before, in 5.17."
+    source = inspect.getsource(inspect.unwrap(attention.forward))
+    return source.find(".update(") < source.rfind(f".{EXPAND}(")
+
+
 @lru_cache
 def _touches(attention: type) -> str | None:
     """What an attention class does to what a cache returned before it attends; "" for nothing,
@@ -347,7 +353,7 @@ def _read_by(model_or_config, config) -> Reading:
     if why := next(reasons, ""):
         return Reading("decoded each step", why)
     deferred = bool(by_hand) or getattr(config, "reorder_and_upcast_attn", False)  # GPT-2's
-    expands = tuple(x for x, _ in readers if hasattr(x, EXPAND))
+    expands = tuple(x for x, _ in readers if hasattr(x, EXPAND) and _holds_latents(x))
     return Reading("on codes", "", deferred, expands)
 
 # %% ../../nbs/50_model_info.ipynb #cfa16813

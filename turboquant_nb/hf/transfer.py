@@ -11,8 +11,10 @@ import queue
 import socket
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -43,51 +45,74 @@ class _Link:
         self.patience = checks.number(patience, "patience", 0.01)
         self.wait, self.group, self.nbytes = checks.number(wait, "wait", 0), group, 0
         self.backend = str(dist.get_backend_config(group))
-        on_host = any(name in self.backend for name in ("cpu", "gloo", "mpi"))
-        self.device = "cpu" if on_host else torch.device("cuda", torch.cuda.current_device())
+        if "cpu" not in self.backend and "gloo" not in self.backend:
+            want = "group must have a backend of the CPU too, like 'cpu:gloo,cuda:nccl'"
+            raise ValueError(f"{want}, got {self.backend!r}")
         self.way = "host"  # or "ipc", "nccl": how buffers of a GPU go
+        self.joined = False  # whether NCCL has connected both
 
     def _done(self, move, x: torch.Tensor, seconds: float) -> torch.Tensor:
         "What was moved. Raises ConnectionError after so many seconds."
+        peer = {"group_dst" if move is dist.isend else "group_src": self.peer}
+        start = partial(move, x, group=self.group, **peer)
         try:
-            kind = "group_dst" if move is dist.isend else "group_src"
-            work = move(x, group=self.group, **{kind: self.peer})
-            if not x.is_cuda:
-                work.wait(timedelta(seconds=seconds))
-                return x
-            until = time.monotonic() + seconds  # NCCL's `wait` would not end
-            while not work.is_completed():
-                if time.monotonic() > until:
-                    raise RuntimeError(f"nothing moved for {seconds} s")
-                time.sleep(1e-5)
+            if x.is_cuda:
+                self._by_nccl(start, x.device, seconds)
+            else:
+                start().wait(timedelta(seconds=seconds))
             return x
-        except RuntimeError as error:
-            said = str(error).splitlines()[0][:200]
+        except (RuntimeError, TimeoutError) as error:
+            if x.is_cuda:  # else kernels that wait hold the GPU, and NCCL ends the process
+                group = self.group or dist.group.WORLD
+                group._get_backend(x.device).abort()
+            said = (str(error) or "NCCL did not connect").splitlines()[0][:200]
             raise ConnectionError(f"rank {self.peer} was lost: {said}") from None
+
+    def _by_nccl(self, start, device, seconds: float) -> None:
+        "Move a buffer of a GPU; neither NCCL's wait nor its connecting ends by itself."
+        work = start() if self.joined else self._joining(start, device)
+        self.joined, until = True, time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError(f"nothing moved for {seconds} s")
+            time.sleep(1e-5)
+        work.wait()
+
+    def _joining(self, start, device):
+        "What `start` gives, within the time in which a peer must come."
+        done, stream = Future(), torch.cuda.current_stream(device)
+
+        def run():
+            try:
+                with torch.cuda.stream(stream):
+                    done.set_result(start())
+            except Exception as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return done.result(self.wait)
 
     def put(self, kind: int, data=b"", seconds: float | None = None) -> None:
         "Send a frame: bytes that can be written to, or a tensor of them."
         seconds = seconds or self.patience
-        head = torch.tensor([kind, len(data)], device=self.device)
-        self._done(dist.isend, head, seconds)
+        self._done(dist.isend, torch.tensor([kind, len(data)]), seconds)
         if len(data):
             x = data if torch.is_tensor(data) else torch.frombuffer(data, dtype=torch.uint8)
-            self._done(dist.isend, x if torch.is_tensor(data) else x.to(self.device), seconds)
+            self._done(dist.isend, x, seconds)
             self.nbytes += len(data)
 
     def get(self, seconds: float | None = None, device="cpu") -> tuple:  # (kind, tensor)
         "Receive one; a tensor comes on the device."
         seconds = seconds or self.patience
-        head = torch.zeros(2, dtype=torch.int64, device=self.device)
+        head = torch.zeros(2, dtype=torch.int64)
         kind, n = self._done(dist.irecv, head, seconds).tolist()
         if not (0 <= kind <= _HANDLE and 0 <= n <= _MOST):
             raise ConnectionError(f"rank {self.peer} sent no frame: {kind}, {n}")
-        on = device if kind == _TENSOR else self.device
-        x = torch.empty(n, dtype=torch.uint8, device=on)
+        x = torch.empty(n, dtype=torch.uint8, device=device if kind == _TENSOR else "cpu")
         if n:
             self._done(dist.irecv, x, seconds)
         self.nbytes += n
-        return kind, x if kind == _TENSOR else x.cpu()
+        return kind, x
 
     def answer(self, seconds: float | None = None, device="cpu") -> tuple:
         "The next frame that is more than a sign of life."
@@ -290,7 +315,11 @@ class _Receiver(_Side):
         kind, x = link.answer(link.wait, self.device)
         while kind in (_BYTES, _TENSOR, _HANDLE):
             if kind == _HANDLE:
-                there = _opened(_text(x), self.device)
+                try:
+                    there = _opened(_text(x), self.device)
+                except RuntimeError as error:
+                    said = str(error).splitlines()[0][:200]
+                    raise ConnectionError(f"rank {link.peer} was lost: {said}") from None
                 x = there.clone()
                 torch.cuda.current_stream(self.device).synchronize()
                 del there  # which the sender may now write to

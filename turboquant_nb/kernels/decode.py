@@ -786,6 +786,7 @@ class DecodeOperands(NamedTuple):
     )
     key_chain: tuple | None = None  # `chain_of` of the codes
     value_chain: tuple | None = None
+    rotating: int | None = None  # channel pairs whose angles are not all 0; None: all
 
 # %% ../../nbs/41_decode.ipynb #7299d6bd
 class DecodeSizes(NamedTuple):
@@ -971,6 +972,7 @@ def store_operands(
         own=call.recent,
         key_chain=tables.chains[0] or None,
         value_chain=tables.chains[1] or None,
+        rotating=None if store.cos_sin is None else store.cos_sin.rotating,
     )
 
 

@@ -368,8 +368,6 @@ class KernelCoder:
         "Why it cannot code for a store, in a sentence; empty if it can."
         d, rows = (store.key.q.d, store.value.q.d), store.batch * store.heads
         why = encode.refuses(store.recipe, *d, store.dtype, store.device, rows)
-        if not named and (wide := encode.untried(max(d), store.device)):
-            why = why or f"{wide}; backend='triton' tries it"
         return why or launch.device_reason(store, named)
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:

@@ -66,6 +66,7 @@ def _mean_bias_kernel(
     factor,
     D: tl.constexpr,
     H2: tl.constexpr,
+    ROTATING: tl.constexpr,
     HP: tl.constexpr,
     REST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -99,20 +100,23 @@ def _mean_bias_kernel(
         )
         m = M + (b * heads + h).to(tl.int64) * D
         e = tl.arange(0, HP)
-        x, y = _coefficients(q, m, e, ok[:, None] & (e < H2)[None, :], H2)
+        x, y = _coefficients(q, m, e, ok[:, None] & (e < ROTATING)[None, :], H2)
         top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
         top = tl.where(top > 0, top, 1.0)
         x0, x1 = _halves(x / top[:, None])
         y0, y1 = _halves(y / top[:, None])
         here = COS_SIN + t.to(tl.int64)[None, :] * (2 * H2) + e[:, None]
-        cos = tl.load(here, mask=(e < H2)[:, None] & (t >= 0)[None, :], other=0.0)
-        sin = tl.load(here + H2, mask=(e < H2)[:, None] & (t >= 0)[None, :], other=0.0)
+        real = (e < ROTATING)[:, None] & (t >= 0)[None, :]
+        cos = tl.load(here, mask=real, other=0.0)
+        sin = tl.load(here + H2, mask=real, other=0.0)
         out = (tl.dot(x0, cos) + tl.dot(y0, sin)) + (tl.dot(x1, cos) + tl.dot(y1, sin)) * (
             1 / 2048
         )
         out *= (top * factor)[:, None]
-        if REST > 0:  # channels that RoPE leaves alone
-            d = 2 * H2 + tl.arange(0, REST)
+        W: tl.constexpr = REST if REST < 128 else 128
+        for first in tl.static_range(0, REST, 128):  # channels that RoPE leaves alone
+            d = ROTATING + first + tl.arange(0, W)
+            d = tl.where(d < H2, d, d + ROTATING)
             seen = ok[:, None] & (d < D)[None, :]
             still = tl.load(q[:, None] + d[None, :], mask=seen, other=0.0).to(tl.float32)
             still *= tl.load(m[:, None] + d[None, :], mask=seen, other=0.0).to(tl.float32)
@@ -137,11 +141,12 @@ def score_bias(
     if x.cos_sin is None:
         return None, []
     half = x.cos_sin.shape[1] // 2
+    pairs = x.rotating or half
     bias = torch.empty(
         s.batch * s.heads * rows, s.width, dtype=torch.float32, device=x.q.device
     )
-    block, still = 16 if s.heads * rows <= 16 or half > 128 else 32, s.d - 2 * half
-    tokens = 128 if half <= 64 else 64 if half <= 128 else 32  # operands lie in shared memory
+    block, still = 16 if s.heads * rows <= 16 or pairs > 128 else 32, s.d - 2 * pairs
+    tokens = 128 if pairs <= 64 else 64 if pairs <= 128 else 32  # operands lie in shared memory
     named = shared | dict(
         M=x.key_mean,
         COS_SIN=x.cos_sin,
@@ -151,7 +156,8 @@ def score_bias(
         factor=factor,
         reach=2**31 - 1 if x.sliding_window is None else x.sliding_window + s.n,
         H2=half,
-        HP=padded_size(half),
+        ROTATING=pairs,
+        HP=padded_size(pairs),
         REST=padded_size(still) if still else 0,
         ROWS=block,
         BT=tokens,

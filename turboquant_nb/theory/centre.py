@@ -116,6 +116,8 @@ class CosSinCache:
     def __init__(self, inv_freq: Tensor, numbers: tuple | None = None):
         self.inv_freq = inv_freq  # [r/2] fp32
         self.numbers = numbers or tuple(inv_freq.tolist())  # the same on the host
+        # channel pairs that rotate: those behind them have frequency 0, as in Gemma 4
+        self.rotating = max((i + 1 for i, f in enumerate(self.numbers) if f), default=1)
         self.memo = {}  # what kernels made of them
         self.table = torch.zeros(
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
