@@ -24,7 +24,6 @@ from turboquant_nb.kernels.past import past_cells
 from turboquant_nb.kernels.recent import append_recent, locate_sinks
 from turboquant_nb.kernels.work import Reads, Workspace, count_splits, list_work
 from turboquant_nb.kernels.decode import triton
-from turboquant_nb.kernels.encode import TRIED, untried
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -608,7 +607,6 @@ def test_windows_that_no_kernel_reads():
 
 
 @needs_triton
-@pytest.mark.skipif(CUDA and TRIED < 512, reason="it has run on no GPU")
 @pytest.mark.parametrize("d,heads,group", ((512, 1, 4), (272, 2, 2)))
 def test_wide_heads(d, heads, group, gen):
     "More than 256 channels: appended, attended to with exact tokens, and read as a past."
@@ -627,13 +625,6 @@ def test_wide_heads(d, heads, group, gen):
     for got, side, x in zip(out, (plan.key, plan.value), coded):
         want = side.decode_rotated(x).transpose(0, 1)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-
-
-def test_wide_heads_are_not_tried_unasked():
-    "On a GPU, until these kernels have run there."
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert not untried(TRIED, gpu) and not untried(512, cpu)
-    assert f"it has run on no GPU with more than {TRIED} channels" == untried(TRIED + 16, gpu)
 
 
 @needs_triton

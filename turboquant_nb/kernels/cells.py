@@ -32,7 +32,6 @@ from turboquant_nb.kernels.encode import (
     CodedSide,
     CodingConstants,
     device_properties,
-    untried,
     window_room,
     window_searches,
 )
@@ -60,7 +59,7 @@ class CellPlan(CellCodes):
             )
         super().__init__(key, value, CellLayout.of(key, value, tokens), center)
         self.plan = Plan.of(key, value, tokens, key.device)
-        if why := self.plan.why or untried(max(key.d, value.d), key.device):
+        if why := self.plan.why:
             raise ValueError(f"no kernel reads these codes: {why}")
         self.tables, self.device, self.scale_dtype = (
             self.plan.tables,

@@ -22,7 +22,7 @@ from ..cache.attention import Rule
 from ..cache.pages import CellCodes, CellLayout, Recent, sink_origins
 from ..kernels.recent import locate_sinks
 from ..kernels.work import Workspace
-from ..kernels.encode import device_properties, untried
+from ..kernels.encode import device_properties
 from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
@@ -221,9 +221,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        device = torch.device("cpu" if cls.name == "CPU_ATTN" else "cuda")
-        fits = head_size % 16 == 0 and 16 <= head_size <= 512
-        return fits and not untried(head_size, device)
+        return head_size % 16 == 0 and 16 <= head_size <= 512
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
