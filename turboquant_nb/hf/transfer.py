@@ -90,7 +90,7 @@ class _Link:
                 done.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
-        return done.result(self.wait)
+        return done.result(max(self.wait, self.patience))
 
     def put(self, kind: int, data=b"", seconds: float | None = None) -> None:
         "Send a frame: bytes that can be written to, or a tensor of them."
