@@ -1,6 +1,10 @@
 "Steps of an engine whose codes are by windows: kernels against the oracle, on equal codes."
 
+import gc
+import sys
+import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -192,6 +196,21 @@ def test_pages_of_layers_of_several_sizes():
     assert alike.told(3136) == {} and alike.tokens_of(3136) == 704
     # blocks that the engine grew: the widest are split for kernels, others are not
     assert vllm.Pages(704, frozenset((3136, 1552))).tokens_of(1552) == 256
+
+
+def test_an_engine_that_is_gone_is_not_kept(monkeypatch):
+    "Its config holds its layers, and those its blocks; while they live, it is the one asked."
+    said = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=said))
+    monkeypatch.setitem(sys.modules, "vllm.config", said)
+    impl = vllm.Impl.__new__(vllm.Impl)
+    impl.engine = SimpleNamespace(layers=[impl])
+    monkeypatch.setattr(vllm, "_made_last", [weakref.ref(impl)])
+    assert vllm._engine_config() is impl.engine
+    del impl
+    gc.collect()
+    with pytest.raises(ValueError, match="before it made a layer"):
+        vllm._engine_config()
 
 
 @pytest.mark.parametrize("window", (None, 100))
