@@ -147,7 +147,8 @@ class CodedSpec(_Cells, FullAttentionSpec):
 @dataclass(frozen=True)
 class Pages:
     """Pages of an engine, all of one size: that of a block of its layers with the most bytes a
-    token. Layers with fewer have as many tokens in a page as fit, and the rest is padding."""
+    token. Layers with fewer have as many tokens in a page as fit, 256 at most; the rest is
+    padding."""
 
     tokens: int  # of a block of the engine
     sizes: frozenset  # bytes of a token in all heads of a layer, of each kind of layers
