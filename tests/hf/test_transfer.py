@@ -108,7 +108,7 @@ def test_what_waits_on_a_gpu_is_ended(connects, starts, why, monkeypatch):
     aborted, device = [], torch.device("cuda", 1)
     part = SimpleNamespace(abort=lambda: aborted.append(True))
     link = object.__new__(transfer._Link)
-    link.peer, link.wait, link.joined = 1, 0.05, connects
+    link.peer, link.wait, link.patience, link.joined = 1, 0, 0.05, connects
     link.group = SimpleNamespace(_get_backend={device: part}.__getitem__)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     x, began = SimpleNamespace(is_cuda=True, device=device), time.monotonic()

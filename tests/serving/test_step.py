@@ -1,6 +1,10 @@
 "Steps of an engine whose codes are by windows: kernels against the oracle, on equal codes."
 
+import gc
+import sys
+import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +120,21 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
         assert (other - want).norm() > 3e-2 * want.norm()
 
 
+@pytest.mark.parametrize("order", ((0, 2), (2, 0)))
+def test_layers_of_one_table_read_first_tokens_of_their_own(order, gen):
+    "One with a sliding window has none; what it asks for first is not what the other reads."
+    table, ends, starts = torch.arange(8).int()[None], torch.tensor([60]), torch.tensor([0, 20])
+    cache, k, v = torch.randn(8, H, 8 + 2, 2 * D, generator=gen), *torch.randn(2, 20, H, D)
+    of = lambda: Step.of(table, ends, starts, 0, [60], [0, 20])
+    layer, shared = object.__new__(CodedAttention), of()
+    for sinks in order:
+        recent = Recent(cache[:, :, : 8 + sinks], table, 16, sinks)
+        read = lambda step: layer._exact(step.chunks, k, v, [0, 20], recent, step)
+        keys, values, at = read(shared)
+        assert len(keys) == sinks + 16 + 20 and at == [0, len(keys)]
+        assert torch.equal(torch.cat(read(of())[:2]), torch.cat((keys, values)))
+
+
 def test_rules_that_blocks_do_not_follow():
     "No order, and learnt logits of other heads than the queries', are refused at once."
     one, two = ServingConfig(Recipe(Spec(3), Spec(3))).quantizers(D, D, DEVICE)
@@ -177,6 +196,21 @@ def test_pages_of_layers_of_several_sizes():
     assert alike.told(3136) == {} and alike.tokens_of(3136) == 704
     # blocks that the engine grew: the widest are split for kernels, others are not
     assert vllm.Pages(704, frozenset((3136, 1552))).tokens_of(1552) == 256
+
+
+def test_an_engine_that_is_gone_is_not_kept(monkeypatch):
+    "Its config holds its layers, and those its blocks; while they live, it is the one asked."
+    said = SimpleNamespace(get_current_vllm_config_or_none=lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(config=said))
+    monkeypatch.setitem(sys.modules, "vllm.config", said)
+    impl = vllm.Impl.__new__(vllm.Impl)
+    impl.engine = SimpleNamespace(layers=[impl])
+    monkeypatch.setattr(vllm, "_made_last", [weakref.ref(impl)])
+    assert vllm._engine_config() is impl.engine
+    del impl
+    gc.collect()
+    with pytest.raises(ValueError, match="before it made a layer"):
+        vllm._engine_config()
 
 
 @pytest.mark.parametrize("window", (None, 100))

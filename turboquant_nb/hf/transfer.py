@@ -90,7 +90,7 @@ class _Link:
                 done.set_exception(error)
 
         threading.Thread(target=run, daemon=True).start()
-        return done.result(self.wait)
+        return done.result(max(self.wait, self.patience))
 
     def put(self, kind: int, data=b"", seconds: float | None = None) -> None:
         "Send a frame: bytes that can be written to, or a tensor of them."
@@ -358,7 +358,7 @@ def _stream(peer, device, header, group, patience, wait):
 def send(
     cache,  # a filled TurboQuantCache or a KVStore
     peer: int,  # rank in the group
-    group=None,  # of torch.distributed; None: all processes
+    group=None,  # of torch.distributed, with a backend of the CPU; None: all processes
     patience: float = 1.0,  # seconds without a sign of life after which the peer is lost
     wait: float = 60.0,  # seconds in which it must call `receive`
 ) -> int:  # bytes

@@ -660,7 +660,8 @@ class CodedAttention:
         "What the chunks of a run read exactly: first tokens, recent ones and their own."
         if recent is None or not any(c.past for c in run):
             return k, v, starts
-        name = "exact", run[0].first, recent.table.data_ptr()
+        # layers with a sliding window share tables with others, but have no first tokens
+        name = "exact", run[0].first, recent.table.data_ptr(), recent.sinks
         places = step.once(name, lambda: recent.places([(c.request, c.past) for c in run]))
         keys, values, ends = [], [], [0]
         for found, a, b in zip(recent.read(places, k.shape[2]), starts, starts[1:]):

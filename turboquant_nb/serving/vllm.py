@@ -12,6 +12,7 @@ __all__ = ['VERSIONS', 'BLOCKS', 'MOST', 'version_reason', 'version_remark', 'ke
 # %% ../../nbs/reference/77_vllm.ipynb #77a00007
 import os
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -146,7 +147,8 @@ class CodedSpec(_Cells, FullAttentionSpec):
 @dataclass(frozen=True)
 class Pages:
     """Pages of an engine, all of one size: that of a block of its layers with the most bytes a
-    token. Layers with fewer have as many tokens in a page as fit, and the rest is padding."""
+    token. Layers with fewer have as many tokens in a page as fit, 256 at most; the rest is
+    padding."""
 
     tokens: int  # of a block of the engine
     sizes: frozenset  # bytes of a token in all heads of a layer, of each kind of layers
@@ -287,7 +289,7 @@ class Backend(AttentionBackend):
         return replace(coded, **Backend.pages.told(spec.num_kv_heads * each))
 
 
-_made_with = []  # the config that vLLM made the layers of this process with
+_made_last = []  # the newest `Impl` of this process, weakly: layers hold an engine's blocks
 
 
 def _engine_config():
@@ -295,7 +297,8 @@ def _engine_config():
     any layer was made."""
     from vllm.config import get_current_vllm_config_or_none
 
-    current = get_current_vllm_config_or_none() or next(iter(_made_with), None)
+    last = _made_last[0]() if _made_last else None
+    current = get_current_vllm_config_or_none() or getattr(last, "engine", None)
     if current is None:
         raise ValueError("vLLM asked for the size of a page before it made a layer")
     return current
@@ -788,7 +791,7 @@ class Impl(AttentionImpl):
         self.now = None
         if self.shared:
             current.compilation_config.static_forward_context[self.shared].impl.now = ()
-        _made_with[:] = [current]
+        self.engine, _made_last[:] = current, [weakref.ref(self)]
 
     def _make(self, name: str, device, dtype, tokens: int) -> None:
         "The layer's tables, and memory that layers share."
