@@ -931,7 +931,7 @@ def _chain_out(room, valid, factor, C: tl.constexpr):
 # %% ../../nbs/40_encode.ipynb #d3649d12
 @triton.jit
 def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
-    "Where the bytes of these rows lie, of which each is in a tile of its own."
+    "Where these rows' bytes lie; no two share one: a short append has at most R tokens."
     _, _, _, _, _, _, _, truncated, P0, P1, P2, _, _, _, _ = side
     tiles = shared[7]
     _, bh, p, valid, _ = place
