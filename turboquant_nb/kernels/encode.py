@@ -41,7 +41,11 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # `refuses` says so; everything that needs no kernel works
-    triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
+    triton = SimpleNamespace(
+        jit=lambda f=None, **_: f or (lambda g: g),
+        constexpr_function=lambda f: f,
+        language=None,
+    )
     tl = SimpleNamespace(constexpr=lambda x: x)
 
 # %% ../../nbs/40_encode.ipynb #97509b67
