@@ -552,10 +552,11 @@ def test_cuda_graph(center):
     agree(store, plain, [first, *parts])
 
 
-def test_a_captured_step_that_does_not_fit():
-    "Nothing is written, the last token becomes NaN, and `sync` says so once."
+@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+def test_a_captured_step_that_does_not_fit(center):
+    "No code is written, the last token becomes NaN, and `sync` says so once."
     store = KVStore(
-        Recipe(Spec(center="prompt_mean"), Spec()),
+        Recipe(Spec(center=center), Spec()),
         1,
         2,
         32,
@@ -563,11 +564,21 @@ def test_a_captured_step_that_does_not_fit():
         device=DEVICE,
         max_length=104,
         static=True,
+        inv_freq=pre_rope(32, 32)[1],
     )
     x = states(1, 2, 100, 32)
     kernel.append(store, x, x)
-    for n in (3, 3, 70):
+    captured(store, x[:, :, :3], x[:, :, :3])
+    held = [
+        t
+        for part in store.parts
+        for name, t in part.tensors.items()
+        if name.startswith(("plane", "sinks"))
+    ]
+    before = [t.clone() for t in held]
+    for n in (3, 70):
         captured(store, x[:, :, :n], x[:, :, :n])
+    assert len(held) > 2 and all(map(torch.equal, held, before))
     assert (
         int(store.clock.position) == 103
         and store.key.tensors["scale"].flatten(2)[:, :, 102].isnan().all()

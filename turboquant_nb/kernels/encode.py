@@ -41,7 +41,11 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # `refuses` says so; everything that needs no kernel works
-    triton = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
+    triton = SimpleNamespace(
+        jit=lambda f=None, **_: f or (lambda g: g),
+        constexpr_function=lambda f: f,
+        language=None,
+    )
     tl = SimpleNamespace(constexpr=lambda x: x)
 
 # %% ../../nbs/40_encode.ipynb #97509b67
@@ -931,7 +935,7 @@ def _chain_out(room, valid, factor, C: tl.constexpr):
 # %% ../../nbs/40_encode.ipynb #d3649d12
 @triton.jit
 def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
-    "Where the bytes of these rows lie, of which each is in a tile of its own."
+    "Where these rows' bytes lie; no two share one: a short append has at most R tokens."
     _, _, _, _, _, _, _, truncated, P0, P1, P2, _, _, _, _ = side
     tiles = shared[7]
     _, bh, p, valid, _ = place

@@ -92,12 +92,7 @@ def _mean_bias_kernel(
         t = tl.where(slot + offset < length, tl.maximum(t, 0), 0)
         h, j = i // rows, i % rows
         ok = (h < heads) & (j < group * n)
-        q = (
-            QUERY
-            + b.to(tl.int64) * sb
-            + (h * group + j // n).to(tl.int64) * sh
-            + (j % n).to(tl.int64) * sn
-        )
+        q = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
         m = M + (b * heads + h).to(tl.int64) * D
         e = tl.arange(0, HP)
         x, y = _coefficients(q, m, e, ok[:, None] & (e < ROTATING)[None, :], H2)

@@ -6,25 +6,12 @@
 __all__ = ['find_few', 'find_symbols']
 
 # %% ../../nbs/40b_viterbi.ipynb #05047d77
-from types import SimpleNamespace
-
 import torch
 from torch import Tensor
 
-from .encode import device_properties
+from .encode import device_properties, tl, triton
 from ..quant.trellis import KERNELS
 from ..theory.trellis import FAR, REACH, UNIT, Trellis
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # PyTorch codes
-    triton = SimpleNamespace(
-        jit=lambda f=None, **_: f or (lambda g: g),
-        constexpr_function=lambda f: f,
-        language=None,
-    )
-    tl = SimpleNamespace(constexpr=lambda x: x)
 
 # %% ../../nbs/40b_viterbi.ipynb #57e158a9
 @triton.constexpr_function
