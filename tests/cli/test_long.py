@@ -1,5 +1,6 @@
 """turboquant eval long: rows, design and files; a run that is killed and continued."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import time
 
 import pytest
 
+import turboquant_nb
+from turboquant_nb import results
 from turboquant_nb.evaluation import long
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model
@@ -166,3 +169,17 @@ def test_no_prompt_waits_for_one_of_twice_its_length(tiny):
     assert [k[2] for k in log.known] == [0, 1, 2] and len(ticks) == 7
     assert {k: x["right"] for k, x in got["answers"].items() if x["right"]} == {"3": True}
     assert sorted(n for n, _ in seen) == sorted(lengths)
+
+
+def test_a_log_names_the_code_that_runs(monkeypatch):
+    "Its commit, or the release where there is none: another release continues no log."
+    command = importlib.import_module("turboquant_nb.cli.long")
+    tree = lambda: results.Tree("a" * 40)
+    monkeypatch.setattr(results, "tree", tree)
+    assert command._code() == tree().commit
+
+    def none():
+        raise ValueError("no checkout")
+
+    monkeypatch.setattr(results, "tree", none)
+    assert command._code() == f"release {turboquant_nb.__version__}"

@@ -10,6 +10,7 @@ import hashlib
 from enum import StrEnum
 from pathlib import Path
 
+from .. import __version__
 from .app import Usage, at_fault, command, lazy, option, options
 from .eval import _EVAL, Caches, Common, Measure, evaluate
 from .output import target_file
@@ -169,8 +170,8 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
 
 
 def _code() -> str:
-    "Commit of the code that runs, or that it is a release."
+    "Commit of the code that runs, or its release."
     try:
         return results.tree().commit
     except ValueError:
-        return "release"
+        return f"release {__version__}"
