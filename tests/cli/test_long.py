@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-import turboquant_nb
 from turboquant_nb import results
+from turboquant_nb.cli.app import version
 from turboquant_nb.evaluation import long
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model
@@ -182,4 +182,4 @@ def test_a_log_names_the_code_that_runs(monkeypatch):
         raise ValueError("no checkout")
 
     monkeypatch.setattr(results, "tree", none)
-    assert command._code() == f"release {turboquant_nb.__version__}"
+    assert command._code() == f"release {version()}"

@@ -10,8 +10,7 @@ import hashlib
 from enum import StrEnum
 from pathlib import Path
 
-from .. import __version__
-from .app import Usage, at_fault, command, lazy, option, options
+from .app import Usage, at_fault, command, lazy, option, options, version
 from .eval import _EVAL, Caches, Common, Measure, evaluate
 from .output import target_file
 
@@ -174,4 +173,4 @@ def _code() -> str:
     try:
         return results.tree().commit
     except ValueError:
-        return f"release {__version__}"
+        return f"release {version()}"
