@@ -131,7 +131,10 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         if _AGREEMENT in asked.tasks:
             yield from _agree(model, tokenizer, compared, log, tick)
         how = longer.Asking(log, batch, asked.temperature, asked.seed, tick)
-        yield from longer.long_answers(model, tokenizer, items, compared, how, asked.margin)
+        for row in longer.long_answers(model, tokenizer, items, compared, how, asked.margin):
+            if why := row.get("left_out"):
+                common.output.note(f"{row['task']} is left out: {why}")
+            yield row
 
     def _agree(model, tokenizer, compared, log, tick):
         asks = [x.ask for x in state["stories"][: asked.text_windows]]
