@@ -177,10 +177,8 @@ class KVTC:
 
     def coded(self, states, bits):
         "(states, bytes) at so many bits of a value before DEFLATE."
-        size, sides = (
-            2 * SINKS * sum(x.shape[1] * x.shape[3] for p in states.values() for x in p),
-            [],
-        )
+        values = sum(x.shape[1] * x.shape[3] for p in states.values() for x in p)
+        size, sides = 2 * SINKS * values, []
         for side, (mean, var, vectors) in enumerate(self.bases):
             x, low, high = self._rows(states, side), -60.0, 60.0
             for _ in range(60):  # the water's level, by halves

@@ -1,5 +1,6 @@
 """turboquant eval long: rows, design and files; a run that is killed and continued."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,11 +10,13 @@ import time
 
 import pytest
 
+from turboquant_nb import results
+from turboquant_nb.cli.app import version
 from turboquant_nb.evaluation import long
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.evaluation.long import ablations
-from turboquant_nb.evaluation.questions import Item, Task
+from turboquant_nb.evaluation.questions import TASKS, Item, Task
 from turboquant_nb.quant.quantizer import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,3 +169,26 @@ def test_no_prompt_waits_for_one_of_twice_its_length(tiny):
     assert [k[2] for k in log.known] == [0, 1, 2] and len(ticks) == 7
     assert {k: x["right"] for k, x in got["answers"].items() if x["right"]} == {"3": True}
     assert sorted(n for n, _ in seen) == sorted(lengths)
+
+
+def test_a_task_that_is_left_out_is_named(call, tiny, monkeypatch):
+    wrong = lambda rows, tokenizer: (Item(str(i), "?", lambda *x: False) for i in range(9))
+    monkeypatch.setitem(TASKS, "loops", Task("loops", "loops", 2, wrong))
+    ask = "eval long --tasks loops --limit 2 --batch 2 --json --model"
+    code, said, err = call(f"{ask} {tiny} --recipe", CODED)
+    assert code == 0 and "loops is left out: the uncompressed model is right less" in err
+    assert [r["cache"] for r in json.loads(said)["rows"]] == ["uncompressed"]
+
+
+def test_a_log_names_the_code_that_runs(monkeypatch):
+    "Its commit, or the release where there is none: another release continues no log."
+    command = importlib.import_module("turboquant_nb.cli.long")
+    tree = lambda: results.Tree("a" * 40)
+    monkeypatch.setattr(results, "tree", tree)
+    assert command._code() == tree().commit
+
+    def none():
+        raise ValueError("no checkout")
+
+    monkeypatch.setattr(results, "tree", none)
+    assert command._code() == f"release {version()}"

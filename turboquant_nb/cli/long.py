@@ -10,7 +10,7 @@ import hashlib
 from enum import StrEnum
 from pathlib import Path
 
-from .app import Usage, at_fault, command, lazy, option, options
+from .app import Usage, at_fault, command, lazy, option, options, version
 from .eval import _EVAL, Caches, Common, Measure, evaluate
 from .output import target_file
 
@@ -131,7 +131,10 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         if _AGREEMENT in asked.tasks:
             yield from _agree(model, tokenizer, compared, log, tick)
         how = longer.Asking(log, batch, asked.temperature, asked.seed, tick)
-        yield from longer.long_answers(model, tokenizer, items, compared, how, asked.margin)
+        for row in longer.long_answers(model, tokenizer, items, compared, how, asked.margin):
+            if why := row.get("left_out"):
+                common.output.note(f"{row['task']} is left out: {why}")
+            yield row
 
     def _agree(model, tokenizer, compared, log, tick):
         asks = [x.ask for x in state["stories"][: asked.text_windows]]
@@ -169,8 +172,8 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
 
 
 def _code() -> str:
-    "Commit of the code that runs, or that it is a release."
+    "Commit of the code that runs, or its release."
     try:
         return results.tree().commit
     except ValueError:
-        return "release"
+        return f"release {version()}"

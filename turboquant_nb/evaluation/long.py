@@ -257,7 +257,8 @@ def ask(
             got, held = _answered(model, tokenizer, part, candidate, task.most, *drawn)
             seconds, found = time.perf_counter() - began, []
             texts = [tokenizer.decode(x, skip_special_tokens=True) for _, _, (x, _) in got]
-            with ThreadPoolExecutor(os.cpu_count()) as pool:  # some judges run programs
+            # some judges run programs, which have four times their processor time by the clock
+            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
                 rights = [*pool.map(lambda x, text: x[1](text, x[2][0]), got, texts)]
             for (number, _, (tokens, ended)), right in zip(got, rights):
                 found.append(dict(number=number, right=bool(right), ended=ended, tokens=tokens))

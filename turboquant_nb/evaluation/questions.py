@@ -387,7 +387,7 @@ def _coqa(rows, tokenizer):
 
 
 def _novel(rows, tokenizer):
-    "A book in twelve parts, each with a number that this turn or a later one asks for."
+    "A book in twelve parts, each with a number; each turn asks for one that was told so far."
     book, turns, size = sample_text().split(), 12, 300
     for i in range(32):
         g, asks, wanted = torch.Generator().manual_seed(i), [], []

@@ -197,9 +197,8 @@ def prompts(tokenizer, questions, length):
     fits = dict(bare)  # tokens with `low` words
     # a sentence is one word where it must not be cut
     first = [max(1.35, len(" ".join(x[:99])) / 99 / 3) for x in own]
-    for turn in range(
-        99
-    ):  # the most words that fit: first where tokens a word lead, then by halves
+    # the most words that fit: first where tokens a word lead, then by halves
+    for turn in range(99):
         middle = {}
         for i in range(n):
             if low[i] < high[i]:
