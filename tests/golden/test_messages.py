@@ -22,6 +22,7 @@ GONE: dict[str, str] = {
     "a mask is not supported, only causal order, ranges and a sliding window": (
         "the kernel's backend says it: ranges of positions, not masks"
     ),
+    "layers that read the cache of {}": "vLLM's layers share blocks, so such layers are served",
     "apps/claims": "the audit is a page (chapter 98), not a command",
     # by a code, which says why it does not serve; who asks puts a name before it
     "{}: a QJL residual needs the sketch of the query": "a sentence of `SketchedCode.refuses`",
