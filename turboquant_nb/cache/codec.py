@@ -288,7 +288,7 @@ def _blocks(t: Tensor, lo: int, hi: int, blocks: int) -> Tensor:  # [blocks, row
     if b > 1 and first != h * row:
         return _blocks(t.contiguous(), lo, hi, blocks)
     at = t.storage_offset()
-    wide = not (at | first | row | step | t.shape[-1]) * size % 8
+    wide = not ((at | first | row | step | t.shape[-1]) * size | t.data_ptr()) % 8
     t, per = t.view(torch.int64 if wide else torch.uint8), 8 if wide else 1
     row, step, count, at = (x * size // per for x in (row, step, count, at))
     n = (hi - lo) // blocks
