@@ -21,9 +21,7 @@ TYPES = aot_decode.TYPES | dict(BESIDE="*fp32", MR="*bf16", KSCALE="*fp16", VSCA
 TYPES |= dict(PAGES="*i32", WORK="*i32")
 
 
-def build(
-    kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4), flags=False, cells=0
-):
+def build(kernel="fragments", capability=90, d=512, dr=64, bits=(3, 4), flags=False, cells=0):
     """One of the two kernels, as a step of latents of d channels asks for it: all or no flags,
     of a store, or of cells of so many tokens."""
     names = "HAS_START HAS_END HAS_LENGTH SLIDING CAPPED CENTRED CENTRED_R".split()
