@@ -63,6 +63,7 @@ seen = dict(
     sliding=0,
     learnt=0,
     shared=0,
+    latents=0,
     split=0,
     centred=0,
     worst=0.0,
@@ -145,6 +146,30 @@ def gemma_4(folder, layers=5, shared=0):
     return str(folder)
 
 
+def deepseek(folder):
+    "Latents of 512 channels and rotary parts of 64, which all heads share."
+    torch.manual_seed(0)
+    sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1)
+    del sizes["head_dim"]
+    latents = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=48)
+    model = transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(
+            **sizes,
+            **latents,
+            q_lora_rank=None,
+            first_k_dense_replace=3,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            n_shared_experts=1,
+            tie_word_embeddings=False,
+        )
+    ).float()
+    model.lm_head.weight.data *= 4
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def nemotron_h(folder):
     "Layers that hold a state of one size (Mamba 2), and layers with attention."
     torch.manual_seed(0)
@@ -216,6 +241,7 @@ def watch():
     from turboquant_nb.quant.quantizer import Coded, decode
     from turboquant_nb.serving import vllm as ours
     from turboquant_nb.serving.vllm import Impl
+    from turboquant_nb.serving.vllm_latents import Absorbed, CodedLatents
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def origins(table, lengths, starts, slots, block, sinks, find=ours.sink_origins):
@@ -265,6 +291,8 @@ def watch():
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
         seen["learnt"] += self.logits is not None
+        latent = isinstance(self.layer, CodedLatents)
+        seen["latents"] += latent
         seen["split"] += (ours.Backend.pages.tokens if ours.Backend.pages else n) > n
         window, sinks, (key, value) = (
             self.config.recent,
@@ -299,9 +327,14 @@ def watch():
                 sides.append(
                     torch.cat([coded, exact[:, past:].float()], 1)
                     .double()
-                    .repeat_interleave(group, 0)
                 )
             seen["firsts"] += min(sinks, past)
+            if latent:
+                up = Absorbed(*(x.double() for x in self.layer.absorbed()))
+                sides = up.expanded(*(x.transpose(0, 1) for x in sides))
+                sides = [x.transpose(0, 1) for x in sides]
+            else:
+                sides = [x.repeat_interleave(group, 0) for x in sides]
             scores = (
                 query[a:b].view(b - a, self.num_heads, -1).transpose(0, 1).double()
                 @ sides[0].mT
@@ -586,6 +619,38 @@ def sizes(folder, make=gemma_4):
 def shared(folder):
     "The same where layers read the caches of others."
     return sizes(folder, gemma_4_shared)
+
+
+K3V4 = dict(key=dict(bits=3), value=dict(bits=4))  # of latents and rotary parts
+
+
+def latents(folder, **of):
+    """Codes of latents, in chunks of 64, with prefix hits, and four requests in too few blocks,
+    which are thrown out and computed again."""
+    path = deepseek(folder / "deepseek")
+    llm, prompts = engine(path, 10, of=dict(recipe=K3V4) | of), random_prompts(130, 75, 200)
+    prompts += [prompts[0] + prompts[1][:20], prompts[2][:150]]
+    cached = []
+    for batch in (prompts[:3], prompts[3:]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(12))]
+    few = [*(prompts[i][:60] for i in (0, 1, 2)), prompts[2][100:160]]
+    generate(llm, few, sampled(80 if CUDA else 150))
+    return dict(cached=cached)
+
+
+def latents_recent(folder):
+    "The same with 24 exact recent and 4 exact first tokens."
+    path = deepseek(folder / "deepseek")
+    llm = engine(path, 60, of=dict(recipe=K3V4, recent=24, sinks=4))
+    prompts, cached = random_prompts(130, 75, 200), []
+    for batch in (prompts, [prompts[0] + prompts[1][:20], prompts[2][:150], prompts[0][:3]]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(40))]
+    return dict(cached=cached)
+
+
+def exact_latents(folder):
+    "All tokens of latents are read exactly: the tokens of the dense model."
+    return exact(folder, deepseek)
 
 
 def learnt(folder):
@@ -930,7 +995,8 @@ def in_worker():
     "What a process of two does first: compare each call, and write what it has seen."
     if multiprocessing.parent_process() is None:
         return
-    from turboquant_nb.serving.vllm import Impl, register
+    from turboquant_nb.serving.vllm import Impl
+    from turboquant_nb.serving.vllm_latents import register
 
     torch.set_num_threads(1)
     register()
@@ -1090,8 +1156,10 @@ TIE = 0.5 if CUDA else 0.1  # nats between the two likeliest tokens
 def main(folder, parts):
     torch.set_num_threads(1)
     import vllm
-    from turboquant_nb.serving.vllm import register
+    from turboquant_nb.serving.vllm_latents import register
 
+    if not CUDA:  # else vLLM's blocks of latents have 16 tokens, and no chunks
+        torch.cpu._is_amx_tile_supported = lambda: True
     if parts[0] != "dense":
         register()
     if not parts[0].startswith(
