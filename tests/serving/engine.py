@@ -147,16 +147,20 @@ def gemma_4(folder, layers=5, shared=0):
 
 
 def deepseek(folder):
-    "Latents of 512 channels and rotary parts of 64, which all heads share."
+    """Latents of 512 channels and rotary parts of 64, which all heads share; RoPE as the real
+    model's, since vLLM's kernel for a processor rotates plain one's tokens by chance."""
     torch.manual_seed(0)
     sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1)
     del sizes["head_dim"]
     latents = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=48)
+    yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=32, beta_slow=1)
+    yarn |= dict(original_max_position_embeddings=1024, mscale=0.7, mscale_all_dim=0.7)
     model = transformers.DeepseekV2ForCausalLM(
         transformers.DeepseekV2Config(
             **sizes,
             **latents,
             q_lora_rank=None,
+            rope_parameters=yarn,
             first_k_dense_replace=3,
             n_routed_experts=4,
             num_experts_per_tok=2,
@@ -641,7 +645,7 @@ def latents(folder, **of):
 def latents_recent(folder):
     "The same with 24 exact recent and 4 exact first tokens."
     path = deepseek(folder / "deepseek")
-    llm = engine(path, 60, of=dict(recipe=K3V4, recent=24, sinks=4))
+    llm = engine(path, 400, of=dict(recipe=K3V4, recent=24, sinks=4))
     prompts, cached = random_prompts(130, 75, 200), []
     for batch in (prompts, [prompts[0] + prompts[1][:20], prompts[2][:150], prompts[0][:3]]):
         cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(40))]
