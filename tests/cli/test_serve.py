@@ -120,7 +120,7 @@ def vllm(tmp_path, monkeypatch):
         "vllm-0.26.0.dist-info/METADATA": about.format("vllm", "0.26.0"),
         "stub-0.dist-info/METADATA": about.format("stub", 0),
         "stub-0.dist-info/entry_points.txt": (
-            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n"
+            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm_latents:register\n"
         ),
         "vllm": "#!/bin/sh\n",
     }.items():

@@ -245,7 +245,7 @@ def watch():
     from turboquant_nb.quant.quantizer import Coded, decode
     from turboquant_nb.serving import vllm as ours
     from turboquant_nb.serving.vllm import Impl
-    from turboquant_nb.serving.vllm_latents import Absorbed, CodedLatents
+    from turboquant_nb.serving.vllm_latents import CodedLatents
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def origins(table, lengths, starts, slots, block, sinks, find=ours.sink_origins):
@@ -328,15 +328,13 @@ def watch():
                     check_codes(q, stored, exact[:, :past], shift)
                 coded = decode(q, stored) + shift if past else exact[:, :0].float()
                 coded[:, :sinks] = exact[:, : min(sinks, past)].float()
-                sides.append(
-                    torch.cat([coded, exact[:, past:].float()], 1)
-                    .double()
-                )
+                sides.append(torch.cat([coded, exact[:, past:].float()], 1).double())
             seen["firsts"] += min(sinks, past)
             if latent:
-                up = Absorbed(*(x.double() for x in self.layer.absorbed()))
-                sides = up.expanded(*(x.transpose(0, 1) for x in sides))
-                sides = [x.transpose(0, 1) for x in sides]
+                weight = layer.kv_b_proj.weight.detach().double()  # as it was loaded
+                each = weight.unflatten(0, (self.num_heads, -1)) @ sides[0].mT
+                keys, values = each.mT.split((self.layer.d_query - 64, self.layer.d_out), -1)
+                sides = torch.cat((keys, sides[1].expand(len(keys), -1, -1)), -1), values
             else:
                 sides = [x.repeat_interleave(group, 0) for x in sides]
             scores = (

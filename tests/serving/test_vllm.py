@@ -355,7 +355,7 @@ def test_serve_answers(tmp_path):
         (
             "turboquant-nb-tree",
             "0",
-            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n",
+            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm_latents:register\n",
         ),
         ("vllm", f"{version}+cpu", ""),
     ):

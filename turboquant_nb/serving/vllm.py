@@ -298,7 +298,6 @@ def _engine_config():
         raise ValueError("vLLM asked for the size of a page before it made a layer")
     return current
 
-
 # %% ../../nbs/reference/77_vllm.ipynb #77a00011
 @dataclass
 class Meta(AttentionMetadata):
