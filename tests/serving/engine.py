@@ -4,11 +4,11 @@ attention to the stored codes (on a GPU every fourth call that only decodes). Pr
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
 firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
-exact_shared, learnt, sizes, shared, states, offload, offload_codes, offload_cut, drafts,
-drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs,
-graphs_drafts, graphs_firsts, graphs_ragged, graphs_trellis, each of which is a function here.
-On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
-name, in bf16."""
+exact_shared, exact_latents, latents, latents_recent, latents_drafts, learnt, sizes, shared,
+states, offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid,
+random, random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged,
+graphs_trellis, graphs_latents, each of which is a function here. On a CPU our backend stands
+in the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
 
 import json
 import multiprocessing
@@ -650,6 +650,17 @@ def latents_recent(folder):
     return dict(cached=cached)
 
 
+def latents_drafts(folder):
+    "Latents with drafts, of prompts that repeat themselves, and 24 exact recent tokens."
+    path = deepseek(folder / "deepseek")
+    how = dict(method="ngram", num_speculative_tokens=3)
+    how |= dict(prompt_lookup_max=3, prompt_lookup_min=1)
+    llm = engine(path, 200, of=dict(recipe=K3V4, recent=24, sinks=0), speculative_config=how)
+    a, b = random_prompts(20, 30)
+    generate(llm, [a * 7, b * 5, a + b + a], sampled(150))
+    return {}
+
+
 def exact_latents(folder):
     "All tokens of latents are read exactly: the tokens of the dense model."
     return exact(folder, deepseek)
@@ -808,6 +819,11 @@ def refuse(folder):
         manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True),
         connector=dict(kv_transfer_config=offloading("ExampleConnector")),
         tier=dict(kv_transfer_config=offloading(spec_name="TieringOffloadingSpec")),
+        latents=dict(
+            folder=deepseek(folder / "deepseek"),
+            of=dict(recipe="k1v1", calibration=other),
+            kv_transfer_config=offloading(),
+        ),
         drafts=dict(
             speculative_config=dict(
                 method="ngram", num_speculative_tokens=16, prompt_lookup_max=3

@@ -263,14 +263,15 @@ class ServingConfig:
         each = self.bytes_per_token(d, d_value)
         return recent_block(tokens * each, d + (d_value or d), itemsize, self.sinks)
 
-    def recent_blocks(self, tokens: int, d: int, itemsize: int, step: int = 1) -> int:
+    def recent_blocks(
+        self, tokens: int, d: int, itemsize: int, step: int = 1, d_value: int | None = None
+    ) -> int:
         """Pages of recent tokens that a request holds at most in a step that brings it so many
         tokens."""
-        return (
-            -(-(self.recent + step) // self.recent_block(tokens, d, itemsize)) + 1
-            if self.recent
-            else 0
-        )
+        if not self.recent:
+            return 0
+        block = self.recent_block(tokens, d, itemsize, d_value)
+        return -(-(self.recent + step) // block) + 1
 
 # %% ../../nbs/76_serving.ipynb #76a0000e
 @dataclass(frozen=True)
