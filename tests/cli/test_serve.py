@@ -43,7 +43,7 @@ def test_bytes_of_a_cache():
     assert small["recent_bytes"] == 4 * 64 * 33_792
 
 
-def test_layers_of_several_sizes(monkeypatch, monkeypatch):
+def test_layers_of_several_sizes(monkeypatch):
     """Pages of one size: of a layer with heads of 512 channels and half the bytes 256 tokens.
     Layers with a window do not count beside others, but have exact tokens, too."""
     sizes = dict(coded=True, query_heads=32)
