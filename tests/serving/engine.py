@@ -743,13 +743,21 @@ def folder(folder):
     """Engines one after the other, each as a line of how.json says: with a folder of pages that
     it shares with others, or without. Prompts come one by one. Of each engine: tokens and
     log-probabilities, how many tokens were cached in each turn, what the engine itself counts
-    of them, and the log."""
+    of them, and the log. Without how.json: one alone, one that fills a folder, one that finds
+    it."""
     from vllm.v1.core import kv_cache_utils
 
     if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):  # 0.26
         os.environ["PYTHONHASHSEED"] = "0"
+    how, shared = folder / "how.json", folder / "shared"
+    lines = json.loads(how.read_text()) if how.exists() else [{}, *[dict(shared=shared)] * 2]
+    shared.mkdir(parents=True, exist_ok=True)
     copying()
-    return dict(engines=[one_of_folder(folder, **x) for x in json.loads((folder / "how.json").read_text())])
+    found = [one_of_folder(folder, **x) for x in lines]
+    pairs = [x.pop("answers") for x in found]
+    decided, wrong = compare(pairs[-1], pairs[0])
+    hits = sum(found[-1]["cached"][0])
+    return dict(engines=found, decided=decided, wrong=wrong, hits=hits)
 
 
 def one_of_folder(folder, shared=None, turns=1, seed=0, spoil=None, full=False, of=(), **tier):
@@ -788,7 +796,16 @@ def one_of_folder(folder, shared=None, turns=1, seed=0, spoil=None, full=False, 
     llm.llm_engine.engine_core.shutdown()
     Records.write_to = write_to
     healed = shared is None or before == pages_in(shared)
-    return dict(said=said, cached=cached, counted=counted, log=log, healed=healed, pages=len(before))
+    pairs = [(a.token_ids, a.logprobs) for a in answers]
+    return dict(
+        said=said,
+        cached=cached,
+        counted=counted,
+        log=log,
+        healed=healed,
+        pages=len(before),
+        answers=pairs,
+    )
 
 
 def pages_in(shared):

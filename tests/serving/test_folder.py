@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,7 +108,7 @@ def test_the_page_of_another_place(tmp_path, said):
     for name in ABOUT:
         another = Records(tmp_path, ABOUT | {name: "other"}, N)
         assert another.home != records.home and not another.has(KEY)
-        assert f"not for this engine: those in" in said()[-1]
+        assert "not for this engine: those in" in said()[-1]
         assert f"have another {name}" in said()[-1]
         place(another, KEY, good)
         assert read(another) is None and f"written with another {name} " in said()[-1] + " "
@@ -217,7 +216,9 @@ def test_a_full_disk(tmp_path, said, monkeypatch):
     records = Records(tmp_path, ABOUT, N)
     records.write(OTHER, PAGE)
     with monkeypatch.context() as m:
-        full = lambda path, mode: NoRoom(open(path, mode), 1000) if "x" in mode else open(path, mode)
+        full = lambda path, mode: (
+            NoRoom(open(path, mode), 1000) if "x" in mode else open(path, mode)
+        )
         m.setattr(folder, "open", full, raising=False)
         for key in (KEY, bytes(35) + b"1", OTHER):
             assert not records.write(key, PAGE)
@@ -303,7 +304,9 @@ def test_weights_are_told_by_samples(tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert weights_of(str(empty), "r") == f"those of {empty}, revision r"
-    hub = lambda name, file, revision: str(one / file) if (name, revision) == ("a/b", "r") else None
+    hub = lambda name, file, revision: (
+        str(one / file) if (name, revision) == ("a/b", "r") else None
+    )
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", hub)
     assert weights_of("a/b", "r") == same and weights_of("a/b") == "those of a/b, revision None"
 
@@ -336,14 +339,22 @@ def test_the_layout_of_pages():
     same = folder._layout_of(Told(), 4096)
     alike = Told("b", extra_config=dict(cpu=1), parallel=Parallel(rank=3), model=Model("two"))
     assert folder._layout_of(alike, 4096) == same
-    for other in (Told(groups=()), Told(parallel=Parallel(tp_size=2)), Told(model=Model("one", "x"))):
+    for other in (
+        Told(groups=()),
+        Told(parallel=Parallel(tp_size=2)),
+        Told(model=Model("one", "x")),
+    ):
         assert folder._layout_of(other, 4096) != same
     assert folder._layout_of(Told(), 8192) != same
 
 
 def engine_config(**changes):
-    facts = dict(hidden_size=8, _name_or_path="/here", transformers_version="5") | changes.pop("facts", {})
-    of = dict(model="m", revision=None, dtype=torch.bfloat16, quantization=None, max_model_len=100)
+    facts = dict(hidden_size=8, _name_or_path="/here", transformers_version="5") | changes.pop(
+        "facts", {}
+    )
+    of = dict(
+        model="m", revision=None, dtype=torch.bfloat16, quantization=None, max_model_len=100
+    )
     of |= {name: changes.pop(name) for name in [*changes] if name in of}
     options = dict(recipe="k3v3", recent=8, sinks=2) | changes.pop("options", {})
     algorithm = changes.pop("algorithm", "sha256")
@@ -358,7 +369,9 @@ def engine_config(**changes):
 def test_whose_pages_they_are(monkeypatch):
     monkeypatch.setattr(folder, "vllm", SimpleNamespace(__version__="0.32.0"))
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    of = lambda layout=(1,), **changes: folder.about_of(engine_config(**changes), dict(x=layout))
+    of = lambda layout=(1,), **changes: folder.about_of(
+        engine_config(**changes), dict(x=layout)
+    )
     same = of()
     json.dumps(same)
     differ = lambda other: [name for name in same if same[name] != other[name]]
@@ -378,9 +391,13 @@ def test_whose_pages_they_are(monkeypatch):
         assert differ(of(**other)) == [name]
     assert differ(of(options=dict(recent=9))) == differ(of(options=dict(sinks=1))) == ["recipe"]
     assert differ(of(options=dict(past_tokens=512))) == []
-    assert differ(of(quantization="fp8")) == ["numbers"] and of(load="dummy")["weights"] == "dummy"
+    assert (
+        differ(of(quantization="fp8")) == ["numbers"] and of(load="dummy")["weights"] == "dummy"
+    )
     about = {"layers": 1, "KV heads": 1, "head size": 4, "model type": "llama"}
-    means = [Calibration([], dict(about=about), [torch.full((1, 4), x)]) for x in (1.0, 2.0, 1.0)]
+    means = [
+        Calibration([], dict(about=about), [torch.full((1, 4), x)]) for x in (1.0, 2.0, 1.0)
+    ]
     found = [of(options=dict(calibration=x)) for x in means]
     assert found[0] == found[2] and differ(found[0]) == ["frame"]
     assert found[0]["frame"] != found[1]["frame"]
@@ -411,7 +428,10 @@ def test_what_vllm_is_told(tmp_path):
     extra["spec_name"] = "OtherSpec"
     (reason,) = connector_reasons(SimpleNamespace(**told))
     assert reason.startswith("spec_name='OtherSpec'") and "by which recipe" in reason
-    assert folder.transfer_config(".")["kv_connector_extra_config"]["secondary_tiers"][0]["path"] == os.getcwd()
+    assert (
+        folder.transfer_config(".")["kv_connector_extra_config"]["secondary_tiers"][0]["path"]
+        == os.getcwd()
+    )
 
 
 @dataclass
@@ -458,7 +478,9 @@ def test_jobs(tier):
     (done,) = job(tier, 7, keys, range(4), "submit_store", "block_ids")
     assert (done.job_id, done.success) == (7, True) and not tier.jobs
     (done,) = job(tier, 8, keys[::-1], range(4, 8), "submit_load")
-    assert done.success and tier.memory[4 * N :] == b"".join(bytes([i]) * N for i in (4, 3, 2, 1))
+    assert done.success and tier.memory[4 * N :] == b"".join(
+        bytes([i]) * N for i in (4, 3, 2, 1)
+    )
     if isinstance(done, NewResult):
         assert done.transfer_bytes == 4 * N and done.transfer_time > 0
         assert done.successful_keys is None

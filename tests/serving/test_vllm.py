@@ -359,7 +359,9 @@ def test_pages_of_other_engines(tmp_path):
     assert len(full["log"]) == 1 and "No space left on device" in full["log"][0], full["log"]
     for name, found in dict(recipe=recipe, weights=weights).items():
         assert found["cached"] == [[0] * 4] and found["said"] != [want]
-        assert len(found["log"]) == 1 and f"have another {name}" in found["log"][0], found["log"]
+        assert len(found["log"]) == 1 and f"have another {name}" in found["log"][0], found[
+            "log"
+        ]
     assert fewer["said"] == [want]
     assert sum(x.stat().st_size for x in Path(two).glob("*/*/*.page")) <= 40 * 20480
 
