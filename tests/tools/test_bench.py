@@ -390,6 +390,7 @@ def test_prefixes_in_a_folder_between_engines(monkeypatch, tmp_path):
         ("folder", pytest.approx(0.1), 5, 3),
     ]
     there.remove(tuple(last))
+    mine.clear()
     with pytest.raises(RuntimeError, match="some prefixes were found in the folder, others"):
         [*made.rows(1, 5)]
     (tmp_path / "a").mkdir()
