@@ -1,8 +1,8 @@
 """One engine of vLLM with a model's shapes and dummy weights, in a process of its own:
 serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] [--shared FOLDER] KIND FOLDER
-GPUS MEMORY GIB SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a line comes on
-its standard input, and measures when the next one comes: others may be imported before the
-first, and started before the second, while none is measured."""
+GPUS MEMORY GIB SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a
+line comes on its standard input, and measures when the next one comes: others may be imported
+before the first, and started before the second, while none is measured."""
 
 import argparse
 import json

@@ -94,8 +94,8 @@ def test_reasons_are_said_once_with_a_file(tmp_path, said):
     (line,) = said()
     want = records.size(KEY)
     assert line == (
-        f"turboquant_nb: {records.path(KEY)} is a miss: {want} bytes expected, {want - 1} found "
-        "(said once)"
+        f"turboquant_nb: {records.path(KEY)} is a miss: {want} bytes expected, {want - 1} "
+        "found (said once)"
     )
 
 

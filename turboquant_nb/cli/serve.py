@@ -271,7 +271,9 @@ def _transfer(folder: str, words: list) -> list:
     if not Path(folder).is_dir():
         raise Usage(f"--folder {folder}: expected a folder that is there")
     if option_of(words, "--kv-transfer-config") is not None:
-        raise Usage("--folder: --kv-transfer-config says what copies pages, give one of the two")
+        raise Usage(
+            "--folder: --kv-transfer-config says what copies pages, give one of the two"
+        )
     algorithm = option_of(words, "--prefix-caching-hash-algo") or "sha256"
     seed = os.environ.get("PYTHONHASHSEED")
     if why := folders.seed_reason(algorithm, folders.FIXED is not None, seed):

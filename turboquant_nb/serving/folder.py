@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from .. import __version__, checks
+from .. import checks
 from ..cache.codec import CODES, END, Reader, Writer
 from ..files import beside, digest
 from .step import ServingConfig
@@ -46,19 +46,23 @@ def transfer_config(
 ) -> dict:
     "What vLLM is told: its kv_transfer_config."
     tiers = [{"type": TIER, "path": os.path.abspath(path)} | tier]
-    extra = dict(spec_name="TieringOffloadingSpec", cpu_bytes_to_use=host, secondary_tiers=tiers)
+    extra = dict(
+        spec_name="TieringOffloadingSpec", cpu_bytes_to_use=host, secondary_tiers=tiers
+    )
     return dict(
         kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
     )
 
 # %% ../../nbs/reference/77b_folder.ipynb #77d0f009
-FORMAT = "turboquant-nb pages 1"
+FORMAT = "turboquant-nb pages 1"  # 2: as soon as the bytes of a page say something else
 _log = logging.getLogger(__name__)
 
 
 class Records:
-    """Pages of one kind in a folder that engines share. Raises ValueError for a folder that is
-    not there and for too few `max_bytes`."""
+    """Pages of one kind in a folder that engines share: a file each, with a header, the page
+    and an end, and a checksum of each that goes on from the header's. The header holds `about`
+    and the key, vLLM's hash of all tokens up to the page's end and its group of layers. Raises
+    ValueError for a folder that is not there and for too few `max_bytes`."""
 
     def __init__(
         self,
@@ -86,7 +90,9 @@ class Records:
         for path in sorted(Path(self.root).glob("*/about.json")):
             with suppress(OSError, ValueError):
                 theirs = json.loads(path.read_text(encoding="utf-8"))
-                found.append(f"those in {path.parent.name} have another {_differ(theirs, self.about)}")
+                found.append(
+                    f"those in {path.parent.name} have another {_differ(theirs, self.about)}"
+                )
         return "; ".join(found)
 
     def say(self, why: str, path: str = "") -> None:
@@ -154,7 +160,9 @@ class Records:
         path = self.path(key)
         try:
             with open(path, "rb") as file:
-                page[:] = self._page(Reader(file, path, os.fstat(file.fileno()).st_size, FORMAT), key)
+                page[:] = self._page(
+                    Reader(file, path, os.fstat(file.fileno()).st_size, FORMAT), key
+                )
         except FileNotFoundError:
             self.say(f"{path} is a miss: it is not there any more", path)
             return False
@@ -239,7 +247,8 @@ def weights_of(
     model: str,  # a folder, or a name on the hub whose files are here
     revision: str | None = None,
 ) -> str:
-    "A digest of samples of a model's files; its name, where it has none here."
+    """A digest of each file's length, and of 4,096 bytes at 64 places of it; the model's name,
+    where it has no files here."""
     folder, found = Path(model), sha256()
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -263,7 +272,8 @@ def about_of(
     config,  # of an engine of vLLM
     layout: dict,  # of its pages
 ) -> dict:
-    "What pages of an engine have in common."
+    """What pages of an engine have in common with those that it may read. Paths and names do
+    not count, and weights are told by samples."""
     ours, model, text = ServingConfig.of(options_of(config)), config.model_config, ""
     seed = os.environ.get("PYTHONHASHSEED", FIXED)
     if ours.calibration is not None:
@@ -272,7 +282,9 @@ def about_of(
         named = {f"{n}{i}": x for n, side in sides.items() for i, x in enumerate(side)}
         text = digest({n: x.cpu().contiguous() for n, x in named.items()}, c.header)
     facts = model.hf_config.to_dict()
-    facts = {n: x for n, x in facts.items() if n not in ("_name_or_path", "transformers_version")}
+    facts = {
+        n: x for n, x in facts.items() if n not in ("_name_or_path", "transformers_version")
+    }
     facts = json.dumps(facts, sort_keys=True, default=str)
     scaled = "longrope" in facts or "dynamic" in facts  # angles depend on the longest prompt
     dummy = config.load_config.load_format == "dummy"
@@ -284,7 +296,7 @@ def about_of(
         numbers=f"{model.dtype}, {model.quantization}",
         hashes=f"{config.cache_config.prefix_caching_hash_algo}, {seed}",
         pages=_short(json.dumps(layout, sort_keys=True, default=str)),
-        engine=f"vllm {vllm.__version__}, turboquant_nb {__version__}",
+        engine=f"vllm {vllm.__version__}",
     )
 
 
@@ -327,7 +339,8 @@ class _Lookups(AsyncLookupManager):
 
 
 class FolderTier(SecondaryTierManager):
-    """A tier behind the host's memory. Raises ValueError for a folder that is not there, and
+    """A tier behind the host's memory. Reading and writing have threads of their own: no step
+    waits for a disk. Raises ValueError for a folder that is not there, and
     where engines would not find each other's pages."""
 
     def __init__(
@@ -438,7 +451,12 @@ def _layout_of(config, nbytes: int) -> dict:
     found = asdict(config)
     for name in ("engine_id", "extra_config", "enable_kv_cache_events"):
         found.pop(name, None)
-    for name in ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"):
+    for name in (
+        "rank",
+        "data_parallel_index",
+        "data_parallel_size",
+        "data_parallel_rank_local",
+    ):
         found["parallel"].pop(name, None)
     del found["model"]["name"]
     return found | dict(nbytes=nbytes)
