@@ -320,7 +320,7 @@ def test_pages_of_other_engines(tmp_path):
         (tmp_path / name / "how.json").write_text(json.dumps(how))
         found = run(tmp_path / name, "folder")
         # 0.26 does not count what a step without a new token found
-        return [x | dict(counts=found["version"] > "0.27") for x in found["engines"]]
+        return [x | dict(newer=found["version"] > "0.27") for x in found["engines"]]
 
     alone, first = engines("first", dict(turns=2), dict(shared=one))
     assert alone["cached"] == [[0] * 4, [128, 192, 320, 128]], alone["cached"]
@@ -347,13 +347,15 @@ def test_pages_of_other_engines(tmp_path):
     for found in (after, second):
         assert found["cached"] == alone["cached"][1:] and found["said"] == [want], found
         hits = found["counted"]["vllm:external_prefix_cache_hits"]
-        assert hits == 128 + 192 + 320 + 128 or not found["counts"], found["counted"]
+        assert hits == 128 + 192 + 320 + 128 or not found["newer"], found["counted"]
         assert found["healed"] and not found["log"], found["log"]
         # codes, and exact tokens where each prompt ends; 0.26 keeps some before other blocks
         assert found["pages"] >= 2 + 3 + 5 + 4 * 13, found["pages"]
     why = "bytes expected", "with another key", "a checksum does not match"
     for how, text, found in zip(spoils, why, spoilt):
-        assert found["said"] == [want] and found["healed"], (how, found["log"])
+        assert found["said"] == [want], (how, found["log"])
+        if found["newer"] or "recent" not in how:  # what 0.26 has more of was not asked for
+            assert found["healed"], (how, found["log"])
         assert found["cached"][0][:3] == [0] * 3, (how, found["cached"])
         assert len(found["log"]) == 1 and text in found["log"][0], (how, found["log"])
     assert full["said"] == [want] and full["cached"][0][:3] == [0] * 3 and not full["healed"]
