@@ -5,17 +5,21 @@ object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a p
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
 firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
 exact_shared, exact_latents, latents, latents_recent, latents_drafts, learnt, sizes, shared,
-states, offload, offload_codes, offload_cut, drafts, drafts_recent, drafts_firsts, hybrid,
-random, random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts, graphs_ragged,
-graphs_trellis, graphs_latents, each of which is a function here. On a CPU our backend stands
-in the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in bf16."""
+states, offload, offload_codes, offload_cut, folder, drafts, drafts_recent, drafts_firsts,
+hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts,
+graphs_ragged, graphs_trellis, graphs_latents, each of which is a function here. On a CPU our
+backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in
+bf16."""
 
+import errno
 import json
+import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,8 +81,8 @@ seen = dict(
 preempted = set()  # identifiers of requests
 
 
-def llama(folder):
-    torch.manual_seed(0)
+def llama(folder, seed=0):
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).float()
     model.lm_head.weight.data *= 4  # few near ties
     model.save_pretrained(folder)
@@ -703,6 +707,9 @@ def copying(cut=lambda page: page):
             self.groups, self.done = caches.group_data_refs, []
             self.pages = [x.tensor for x in caches.tensors]
             chunks = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # 0.26
+            if hasattr(spec, "secondary_tier_configs"):  # memory that the tiers see
+                self.host = shared_memory(spec, chunks, [x.shape[1] for x in self.pages])
+                return
             self.host = [
                 torch.full((chunks, x.shape[1]), 85, dtype=x.dtype) for x in self.pages
             ]
@@ -739,6 +746,20 @@ def copying(cut=lambda page: page):
 
     CPUOffloadingSpec.get_worker = lambda self, caches: Copies(self, caches)
     return moved
+
+
+def shared_memory(spec, chunks, sizes):
+    "A worker's pages in the memory of the host, as vLLM's own worker takes it."
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    names = ("num_chunks", "kv_bytes_per_chunk")
+    if not hasattr(spec, "num_chunks"):  # 0.26
+        names = ("num_blocks", "kv_bytes_per_block")
+    room = dict(zip(names, (chunks, spec.kv_bytes_per_chunk)))
+    page = spec.cpu_page_size_per_worker
+    region = SharedOffloadRegion(spec.config.engine_id, rank=0, cpu_page_size=page, **room)
+    view = getattr(region, "create_next_worker_view", None) or region.create_next_view
+    return [view(n) for n in sizes]
 
 
 def offloading(connector="OffloadingConnector", **more):
@@ -797,6 +818,95 @@ def offload(folder, of=None, cut=lambda page: page):
     )
 
 
+def folder(folder):
+    """Engines one after the other, each as a line of how.json says: with a folder of pages that
+    it shares with others, or without. Prompts come one by one. Of each engine: tokens and
+    log-probabilities, how many tokens were cached in each turn, what the engine itself counts
+    of them, and the log. Without how.json: one alone, one that fills a folder, one that finds
+    it."""
+    from vllm.v1.core import kv_cache_utils
+
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):  # 0.26
+        os.environ["PYTHONHASHSEED"] = "0"
+    how, shared = folder / "how.json", folder / "shared"
+    lines = json.loads(how.read_text()) if how.exists() else [{}, *[dict(shared=shared)] * 2]
+    shared.mkdir(parents=True, exist_ok=True)
+    copying()
+    found = [one_of_folder(folder, **x) for x in lines]
+    pairs = [x.pop("answers") for x in found]
+    decided, wrong = compare(pairs[-1], pairs[0])
+    hits = sum(found[-1]["cached"][0])
+    return dict(engines=found, decided=decided, wrong=wrong, hits=hits)
+
+
+def one_of_folder(folder, shared=None, turns=1, seed=0, spoil=None, full=False, of=(), **tier):
+    "One of them; `spoil` is what is done to the pages before, `full` is a disk without room."
+    from turboquant_nb.serving.folder import Records, _log, transfer_config
+
+    before = {} if shared is None else pages_in(shared)
+    for path, data in spoilt(before, spoil).items():
+        path.unlink() if data is None else path.write_bytes(data)
+    more, log, write_to = dict(disable_log_stats=False), [], Records.write_to
+    if shared:
+        more["kv_transfer_config"] = transfer_config(shared, 1 << 27, **tier)
+    heard = logging.Handler()
+    heard.emit = lambda record: log.append(record.getMessage())
+    _log.handlers = [heard]
+
+    def no_room(self, file, *rest):
+        if file is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_to(self, file, *rest)
+
+    Records.write_to = no_room if full else write_to
+    llm = engine(
+        llama(folder / f"llama{seed}", seed), 1000, dict(recent=24, sinks=4) | dict(of), **more
+    )
+    prompts, said, cached = random_prompts(130, 200, 330), [], []
+    prompts.append(prompts[2][:150] + prompts[1][:20])  # parts from another within a block
+    for _ in range(turns):
+        outs = [generate(llm, [x], sampled(20, logprobs=2))[0] for x in prompts]
+        cached.append([o.num_cached_tokens for o in outs])
+        answers = [o.outputs[0] for o in outs]
+        ranks = [[sorted(x.logprob for x in r.values()) for r in a.logprobs] for a in answers]
+        said.append([[list(a.token_ids) for a in answers], ranks])
+    counted = {x.name: x.value for x in llm.get_metrics() if "prefix_cache" in x.name}
+    forget(llm)
+    llm.llm_engine.engine_core.shutdown()
+    Records.write_to = write_to
+    healed = shared is None or before == pages_in(shared)
+    pairs = [(a.token_ids, a.logprobs) for a in answers]
+    return dict(
+        said=said,
+        cached=cached,
+        counted=counted,
+        log=log,
+        healed=healed,
+        pages=len(before),
+        answers=pairs,
+    )
+
+
+def pages_in(shared):
+    "What files of a folder hold."
+    return {x: x.read_bytes() for x in sorted(Path(shared).glob("*/*/*.page"))}
+
+
+def spoilt(pages, how):
+    "What becomes of the pages of codes, or of recent tokens: new bytes, or None where they go."
+    sizes = Counter(path.stem[-8:] for path in pages)  # of each group, that of codes the fewest
+    groups = sorted(sizes, key=sizes.get)
+    kind, _, group = (how or "").partition(" ")
+    mine = {x: d for x, d in pages.items() if x.stem[-8:] == groups[-1 if group else 0]}
+    if kind == "cut":
+        return {x: d[:-1000] for x, d in mine.items()}
+    if kind == "changed":
+        return {x: bytes([*d[:5000], d[5000] ^ 1, *d[5001:]]) for x, d in mine.items()}
+    if kind == "swapped":
+        return dict(zip(mine, [*mine.values()][1:] + [*mine.values()][:1]))
+    return {x: None for x in mine} if kind == "lost" else {}
+
+
 def refuse(folder):
     "What an engine says that is asked for what is not served."
     path, refused = llama(folder / "llama"), {}
@@ -818,7 +928,13 @@ def refuse(folder):
         room=dict(of=dict(recent=16, sinks=6)),
         manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True),
         connector=dict(kv_transfer_config=offloading("ExampleConnector")),
-        tier=dict(kv_transfer_config=offloading(spec_name="TieringOffloadingSpec")),
+        spec=dict(kv_transfer_config=offloading(spec_name="OtherSpec", spec_module_path="x")),
+        tier=dict(
+            kv_transfer_config=offloading(
+                spec_name="TieringOffloadingSpec",
+                secondary_tiers=[dict(type="turboquant_nb", path="/"), dict(type="example")],
+            )
+        ),
         latents=dict(
             folder=deepseek(folder / "deepseek"),
             of=dict(recipe="k1v1", calibration=other),
@@ -1181,7 +1297,7 @@ def main(folder, parts):
     if parts[0] != "dense":
         register()
     if not parts[0].startswith(
-        ("graphs", "dense", "offload")
+        ("graphs", "dense", "offload", "folder")
     ):  # what is replayed cannot be watched
         watch()
     found = {}
