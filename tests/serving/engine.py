@@ -661,7 +661,7 @@ def latents_drafts(folder):
     how |= dict(prompt_lookup_max=3, prompt_lookup_min=1)
     llm = engine(path, 200, of=dict(recipe=K3V4, recent=24, sinks=0), speculative_config=how)
     a, b = random_prompts(20, 30)
-    generate(llm, [a * 7, b * 5, a + b + a], sampled(150))
+    generate(llm, [a * 7, b * 5, a + b + a], sampled(100))
     return {}
 
 
@@ -1147,10 +1147,10 @@ def in_worker():
     Impl.forward = written
 
 
-def graphs(folder, of=None, speculative=None):
+def graphs(folder, of=None, speculative=None, make=llama):
     "On a GPU: steps that decode, replayed from graphs, against the same engine without graphs."
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
-    path, (a, b), out = llama(folder / "llama"), random_prompts(20, 30), []
+    path, (a, b), out = make(folder / make.__name__), random_prompts(20, 30), []
     prompts = [a * 7, b * 5, a + b + a, b[:7], *random_prompts(*range(3, 135, 3), seed=6)]
     for how in (
         dict(),
@@ -1212,6 +1212,11 @@ def graphs_firsts(folder):
 def graphs_trellis(folder):
     "The same with codes of a trellis."
     return graphs(folder, dict(recipe="k2v2-trellis", recent=24, sinks=4))
+
+
+def graphs_latents(folder):
+    "The same of latents, with 24 exact recent and 4 exact first tokens."
+    return graphs(folder, dict(recipe=K3V4, recent=24, sinks=4), make=deepseek)
 
 
 def graphs_ragged(folder):
