@@ -84,6 +84,10 @@ CASES = {
     "512 and 64 channels": (dict(d=512, dr=64, lengths=(100, 3), heads=3), {}),
     "256 and 64, bf16": (dict(d=256, dr=64, lengths=(70,), dtype=torch.bfloat16), {}),
     "fp16": (dict(dtype=torch.float16), {}),
+    "512 and 64, bf16, a list of drafts": (
+        dict(d=512, dr=64, n=128, m=2, heads=16, lengths=(300, 70), dtype=torch.bfloat16),
+        dict(splits=3),
+    ),
     "other bits": (dict(bits=(2, 3)), {}),
     "more bits": (dict(bits=(4, 2), d=80), {}),
     "blocks of 128": (dict(n=128, lengths=(300, 1)), {}),
