@@ -371,7 +371,7 @@ class Code:
         raise NotImplementedError
 
     def residual(self, error: Tensor) -> dict:
-        "What is kept of the error [..., d] that symbols and their stored scale leave: `extras`."
+        "What is kept of the error [..., d] of symbols and their stored scale: `extras`."
         return {}
 
     def decode(self, coded: Coded, check_range: bool = False) -> Tensor:  # [..., d] fp32
