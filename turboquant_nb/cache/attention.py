@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .store import KVStore, angles
+from .append import angles
+from .store import KVStore
 from ..theory.centre import Terms
 
 # %% ../../nbs/32_attention.ipynb #43bd0f14

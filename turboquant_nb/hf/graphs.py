@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cache.attention import Answer, Call
+from ..cache.append import make_room
 from ..cache.clock import CAPTURE, DeviceClock, flags_of
 from ..cache.exact import _plain
-from ..cache.store import KVStore, make_room, tail_with
+from ..cache.store import KVStore, tail_with
 from .layer import CodedStates, TurboQuantLayer
 from ..kernels import ops
 
