@@ -65,6 +65,7 @@ WANTED = {  # what a part must have met
         learnt="learnt sliding firsts",
         offload="decided",
         offload_codes="decided",
+        folder="decided hits",
         random_firsts="firsts preempted hits cancelled",
     ).items()
 }
@@ -144,6 +145,8 @@ def needed(kind, model="llama-8b", shapes=()):
         must |= {"learnt"}
     if any(x.startswith("offload:") for x in shapes):
         some, must = some | {"offload_codes"}, must | {"offload"}
+    if any(x.startswith("folder:") for x in shapes):
+        must |= {"folder"}
     return some | must, must
 
 
@@ -156,11 +159,12 @@ def verdict(found, kinds, model="llama-8b", shapes=()):
         for passed in (False, True)
     )
     needs = {kind: needed(kind, model, shapes) for kind in kinds}
-    kept = [
+    good = {
         kind
         for kind, (some, must) in needs.items()
         if not some or some & green and must <= green and not red & some
-    ]
+    }
+    kept = [kind for kind in kinds if kind in good]  # one may be named twice
     calls, worst = (
         sum(x.get("calls", 0) for x in found.values()),
         max(
@@ -224,6 +228,9 @@ class Engine:
         shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
         profiles = [] if a.profile is None else ["--profile", a.profile]
         profiles += [] if cache_gib is None else ["--cache", cache_gib]
+        if a.shared is not None:
+            (Path(a.shared) / kind).mkdir(parents=True, exist_ok=True)
+            profiles += ["--shared", Path(a.shared) / kind]
         command = [
             sys.executable,
             HERE / "serving_engine.py",
@@ -243,7 +250,7 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env={"PYTHONHASHSEED": "0"} | os.environ | {"PYTHONUNBUFFERED": "1"},
         )
 
     def wait_ready(self):
@@ -316,9 +323,9 @@ def rows(a, kinds):
                     for each in group:
                         with suppress(OSError):  # it has ended, and says so when its turn comes
                             each.go_on()
-                    started = {each.kind: each.start(min(a.seconds, left())) for each in group}
-                if started[engine.kind]:
-                    yield started[engine.kind]
+                    started = {each: each.start(min(a.seconds, left())) for each in group}
+                if started[engine]:
+                    yield started[engine]
                 for row in engine.rows(min(a.seconds, left())):
                     tokens += row["what"] in ("token", "first token", "written")
                     yield row
@@ -361,7 +368,9 @@ def options(p):
             "requests x tokens x new tokens: first token and time of a token; ragged: all but "
             "one of the requests have 1,000 tokens; first: first token alone; full: all at "
             "once in --gib of blocks, written tokens per second; offload: first tokens of "
-            "prefixes that are computed, stayed, or come back from the host's memory"
+            "prefixes that are computed, stayed, or come back from the host's memory; folder: "
+            "of prefixes that the first engine of a kind computes and the next, which has the "
+            "same name, finds in --shared"
         ),
     )
     p.add_argument(
@@ -394,6 +403,7 @@ def options(p):
         type=float,
         help="GiB of blocks of each kind, instead of what --memory leaves",
     )
+    p.add_argument("--shared", metavar="FOLDER", help="a folder between engines of one kind")
     p.add_argument(
         "--turn", metavar="FILE", help="wait, with all imported, until this file exists"
     )

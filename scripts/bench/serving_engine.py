@@ -1,8 +1,8 @@
 """One engine of vLLM with a model's shapes and dummy weights, in a process of its own:
-serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] KIND FOLDER GPUS MEMORY GIB
-SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a line comes on
-its standard input, and measures when the next one comes: others may be imported before the
-first, and started before the second, while none is measured."""
+serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] [--shared FOLDER] KIND FOLDER
+GPUS MEMORY GIB SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a
+line comes on its standard input, and measures when the next one comes: others may be imported
+before the first, and started before the second, while none is measured."""
 
 import argparse
 import json
@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 os.environ |= {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -121,15 +122,21 @@ def options(kind, largest, gpus, memory):
 OURS = r"(k\dv\d(?:-trellis(?:_fast)?)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-even)?"
 
 
-def offloading(tokens, model):
+def offloading(tokens, model, kind="bf16", shared=None):
     """What vLLM is told of pages on the host: room for two prefixes of so many tokens in bf16,
-    whatever the kind."""
+    whatever the kind; and of a folder behind it, of ours or, for other kinds, of vLLM's own."""
     heads, d = model["num_key_value_heads"], model["head_dim"]
     room = 2 * tokens * model["num_hidden_layers"] * heads * d * 4
+    extra = dict(cpu_bytes_to_use=room)
+    if shared and re.fullmatch(OURS, kind):
+        from turboquant_nb.serving.folder import transfer_config
+
+        return transfer_config(shared, room)
+    if shared:
+        tier = dict(type="fs", root_dir=shared)
+        extra |= dict(spec_name="TieringOffloadingSpec", secondary_tiers=[tier])
     return dict(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config=dict(cpu_bytes_to_use=room),
+        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
     )
 
 
@@ -277,6 +284,37 @@ class Prefixes:
             yield dict(what=what, bytes=x[-1][0]) | spread([y[1] for y in x], "s")
 
 
+class Shared(Prefixes):
+    """First tokens of the same three prefixes in every engine of a folder: the first computes
+    them, the others find them there."""
+
+    def rows(self, batch, tokens):
+        gen, times, of = torch.Generator().manual_seed(7), {}, {}
+        fresh = lambda: torch.randint(3, 31000, (batch, tokens), generator=gen).tolist()
+        connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        (tier,) = connector.connector_scheduler.manager.secondary_tiers
+        self.first(fresh())  # what is made on first use
+        for _ in range(3):
+            prefixes = fresh()
+            self.forget()
+            tier.drain_jobs()
+            seconds, cached = self.first(prefixes)
+            by = "computed" if cached == 0 else "folder"
+            times.setdefault(by, []).append(seconds)
+            of[by] = cached
+        self.forget()
+        tier.drain_jobs()
+        if len(times) > 1:
+            raise RuntimeError(f"some prefixes were found in the folder, others not: {of}")
+        for by, x in times.items():
+            yield dict(what="first token", by=by, cached=of[by]) | spread(x, "s")
+
+
+def held(folder):
+    "Bytes of the files of a folder."
+    return sum(x.stat().st_size for x in Path(folder).rglob("*") if x.is_file())
+
+
 def spread(x, unit):
     "Of three times."
     p20, p50, p80 = sorted(x)
@@ -351,12 +389,21 @@ def profiled(run, path):
 
 
 def main(
-    kind, folder, gpus, memory, gib, shapes, profile=None, model="llama-8b", cache_gib=None
+    kind,
+    folder,
+    gpus,
+    memory,
+    gib,
+    shapes,
+    profile=None,
+    model="llama-8b",
+    cache_gib=None,
+    shared=None,
 ):
     from vllm import LLM, SamplingParams
 
     if found := re.fullmatch(OURS, kind):
-        from turboquant_nb.serving.vllm import register
+        from turboquant_nb.serving.vllm_latents import register
 
         register()
         if found[5]:
@@ -371,8 +418,8 @@ def main(
         return
     began = time.time()
     more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory)
-    if offloaded := [b * n for what, b, n, _ in shapes if what == "offload"]:
-        more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model])
+    if offloaded := [b * n for what, b, n, _ in shapes if what in ("offload", "folder")]:
+        more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model], kind, shared)
     copied = copies() if offloaded else []
     if cache_gib is not None:
         more["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
@@ -441,6 +488,11 @@ def main(
             for found in Prefixes(llm, asked, draw, copied).rows(fresh):
                 row(**of, **found)
             continue
+        if what == "folder":
+            for found in Shared(llm, asked, draw, copied).rows(batch, tokens):
+                row(**of, **found)
+            row(what="in the folder", **of, p50=held(shared), unit="bytes")
+            continue
         if what == "first":
             times = [afresh() for _ in range(4)][1:]
             row(what="first token", **of, **spread(times, "s"))
@@ -469,6 +521,7 @@ if __name__ == "__main__":
     p.add_argument("--model", choices=MODELS, default="llama-8b")
     p.add_argument("--profile")
     p.add_argument("--cache", dest="cache_gib", type=float)
+    p.add_argument("--shared")
     for name, kind in dict(kind=str, folder=str, gpus=int, memory=float, gib=float).items():
         p.add_argument(name, type=kind)
     p.add_argument("shapes", nargs="+", type=shape_of)

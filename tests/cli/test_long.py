@@ -108,11 +108,28 @@ def test_causes_are_asked_of_each_recipe(call, tiny):
         ("--tasks loops loops", "different"),
         ("--margin 0.2", "--margin"),
         ("--text-length 9999 --tasks agreement", "tokens"),
+        ("--text nowhere.txt --tasks agreement", "--text nowhere.txt: No such file"),
+        ("--text setup.py", "--text is for the task agreement"),
+        ("--text settings.ini --text-windows 99 --tasks agreement", "--text: "),
     ],
 )
 def test_long_refuses(call, tiny, tmp_path, options, says):
     code, said, err = call(f"eval long --model {tiny} --data {tmp_path} {options}")
     assert code == 2 and says in err and not said
+
+
+def test_agreement_reads_texts_that_are_given(call, tiny, tmp_path):
+    "Each its own beginning; no part of them is written by the model."
+    names = tmp_path / "whale.txt", tmp_path / "ship.txt"
+    for name, text in zip(names, ("The whale came up. ", "A ship went down. ")):
+        name.write_text(text * 99)
+    ask = f"eval long --model {tiny} --tasks agreement --text-length 256 --text-windows 2 "
+    code, said, err = call(f"{ask}--quiet --json --recipe k4v4 k2v2 --text", *map(str, names))
+    assert code == 0 and err == ""
+    fine, coarse = (record := json.loads(said))["rows"]
+    assert fine["windows"] == 2 and fine["n"] == 2 * (256 - 64) and fine["prompt"] == 64
+    assert 0 < fine["kl"] < coarse["kl"] and fine["kl_each"][0] != fine["kl_each"][1]
+    assert "whale.txt, ship.txt" in record["data"]["id"]
 
 
 def test_a_conversation_grows_one_cache(tiny):

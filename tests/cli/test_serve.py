@@ -64,6 +64,13 @@ def test_layers_of_several_sizes(monkeypatch):
         ValueError, match="latent attention.* TurboQuantCache serves them in tr"
     ):
         serve.cache_size([latent], k3v3)
+    # with the processor build of vLLM they are, and on several GPUs each has all of them
+    monkeypatch.setenv("TURBOQUANT_NB_VLLM_CPU", "1")
+    found = serve.cache_size([latent, latent], k3v3, gpus=2)
+    assert found["bytes_per_token"] == 2 * 2 * k3v3.bytes_per_token(512, 64) == 4 * 220
+    assert found["bytes_16_bit"] == 2 * 2 * 2 * (512 + 64)
+    pages = k3v3.recent_blocks(128, 512, 2, d_value=64)
+    assert found["recent_bytes"] == 2 * 2 * pages * 128 * 220
 
 
 def test_heads_are_not_cut_and_gpus_add_their_memory():
@@ -120,7 +127,8 @@ def vllm(tmp_path, monkeypatch):
         "vllm-0.26.0.dist-info/METADATA": about.format("vllm", "0.26.0"),
         "stub-0.dist-info/METADATA": about.format("stub", 0),
         "stub-0.dist-info/entry_points.txt": (
-            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n"
+            "[vllm.general_plugins]\nturboquant_nb = "
+            "turboquant_nb.serving.vllm_latents:register\n"
         ),
         "vllm": "#!/bin/sh\n",
     }.items():
@@ -180,6 +188,21 @@ def test_sizes_among_vllms_options_count(call, vllm, tmp_path):
     assert found["bytes_per_token"] == 2 * want["bytes_per_token"]
 
 
+def test_a_folder_that_engines_share(call, vllm, tmp_path, monkeypatch):
+    from turboquant_nb.serving.folder import HOST, transfer_config
+
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    found = json.loads(call(f"serve {tmp_path / 'llama'} --folder shared --dry-run --json")[1])
+    *_, name, told = found["command"]
+    assert name == "--kv-transfer-config" and json.loads(told) == transfer_config(shared)
+    extra = json.loads(told)["kv_connector_extra_config"]
+    assert extra["cpu_bytes_to_use"] == HOST == 8 * 2**30
+    assert extra["secondary_tiers"] == [dict(type="turboquant_nb", path=str(shared))]
+
+
 @pytest.mark.parametrize(
     "line, words",
     [
@@ -194,10 +217,18 @@ def test_sizes_among_vllms_options_count(call, vllm, tmp_path):
         ("{llama} -- -tp two", "--tensor-parallel-size must be a positive whole number, got"),
         ("{llama} -- -tp 0", "must be a positive whole number, got '0'"),
         ("{llama} -- --gpu-memory-utilization 0", "must be a positive number, got '0'"),
+        ("{llama} --folder ./nowhere", "--folder ./nowhere: expected a folder that is there"),
+        ("{llama} --folder {llama}/config.json", "expected a folder that is there"),
+        ("{llama} --folder {empty} -- --kv-transfer-config={{}}", "give one of the two"),
+        (
+            "{llama} --folder {empty} -- --prefix-caching-hash-algo xxhash",
+            "this vLLM begins its xxhash hashes of blocks with a random number: set PYTHONHASH",
+        ),
         ("{empty}", "expected a folder with a config.json, or a hub id"),
     ],
 )
-def test_what_is_refused(call, vllm, tmp_path, line, words):
+def test_what_is_refused(call, vllm, tmp_path, monkeypatch, line, words):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     Qwen2Config(num_hidden_layers=4).save_pretrained(tmp_path / "qwen2")
     (tmp_path / "empty").mkdir()
     names = {x: str(tmp_path / x) for x in ("llama", "qwen2", "empty")}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
+from turboquant_nb.evaluation import pairs
 from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
 from turboquant_nb.evaluation.pairs import (
     PAIR,
@@ -42,6 +43,7 @@ from turboquant_nb.evaluation.tasks import (
     table,
 )
 from turboquant_nb.evaluation.models import embedded_path, load_model
+from turboquant_nb.hf.hooks import AttentionCall
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore, tables_of
 
@@ -621,6 +623,30 @@ def test_pairs_are_attended_as_a_dense_softmax_over_what_each_token_is():
             torch.testing.assert_close(
                 out[r, i, h], weights @ pick(value), rtol=1e-5, atol=1e-6
             )
+
+
+def test_pairs_of_a_long_text_are_attended_in_parts(monkeypatch):
+    "As all at once, with a mask of its own for each row and with none; never more scores held."
+    g = torch.Generator().manual_seed(0)
+    b, heads, kv, n, length, d = 6, 4, 2, 7, 9, 8
+    most, sizes = 3 * 4 * heads * length, []
+    q = torch.randn(b, heads, n, d, generator=g)
+    key, value = (Pair(*torch.randn(2, b, kv, length, d, generator=g), 1, 2) for _ in range(2))
+    mask = torch.rand(b, 1, n, length, generator=g) < 0.8
+    mask[..., 0] = True
+
+    def counted(query, *args):
+        sizes.append(query[..., 0].numel() * length)
+        return mixed_attention(query, *args)
+
+    for seen in (mask, None):
+        call = AttentionCall(None, q, key, value, seen)
+        whole = pair_attention(call)
+        with monkeypatch.context() as m:
+            m.setattr(pairs, "SCORES", most)
+            m.setattr(pairs, "mixed_attention", counted)
+            torch.testing.assert_close(pair_attention(call), whole, rtol=1e-5, atol=1e-6)
+    assert max(sizes) == most and len(sizes) == 2 * 2 * 3
 
 
 def test_the_limit_of_a_gap_is_that_of_its_equation(llama):

@@ -4,18 +4,22 @@ attention to the stored codes (on a GPU every fourth call that only decodes). Pr
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
 firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
-exact_shared, learnt, sizes, shared, states, offload, offload_codes, offload_cut, drafts,
-drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs,
-graphs_drafts, graphs_firsts, graphs_ragged, graphs_trellis, each of which is a function here.
+exact_shared, exact_latents, latents, latents_recent, latents_drafts, learnt, sizes, shared,
+states, offload, offload_codes, offload_cut, folder, folder_parallel, drafts, drafts_recent,
+drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts,
+graphs_firsts, graphs_ragged, graphs_trellis, graphs_latents, each of which is a function here.
 On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
 name, in bf16."""
 
+import errno
 import json
+import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +67,7 @@ seen = dict(
     sliding=0,
     learnt=0,
     shared=0,
+    latents=0,
     split=0,
     centred=0,
     worst=0.0,
@@ -76,8 +81,8 @@ seen = dict(
 preempted = set()  # identifiers of requests
 
 
-def llama(folder):
-    torch.manual_seed(0)
+def llama(folder, seed=0):
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).float()
     model.lm_head.weight.data *= 4  # few near ties
     model.save_pretrained(folder)
@@ -141,6 +146,34 @@ def gemma_4(folder, layers=5, shared=0):
         )
     ).float()
     model.lm_head.weight.data *= 4 + 2 * shared
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def deepseek(folder):
+    """Latents of 512 channels and rotary parts of 64, which all heads share; RoPE as the real
+    model's, since vLLM's kernel for a processor rotates plain one's tokens by chance."""
+    torch.manual_seed(0)
+    sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1)
+    del sizes["head_dim"]
+    latents = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=48)
+    yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=32, beta_slow=1)
+    yarn |= dict(original_max_position_embeddings=1024, mscale=0.7, mscale_all_dim=0.7)
+    model = transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(
+            **sizes,
+            **latents,
+            q_lora_rank=None,
+            rope_parameters=yarn,
+            first_k_dense_replace=3,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            n_shared_experts=1,
+            tie_word_embeddings=False,
+        )
+    ).float()
+    model.lm_head.weight.data *= 4
     model.save_pretrained(folder)
     return str(folder)
 
@@ -216,6 +249,7 @@ def watch():
     from turboquant_nb.quant.quantizer import Coded, decode
     from turboquant_nb.serving import vllm as ours
     from turboquant_nb.serving.vllm import Impl
+    from turboquant_nb.serving.vllm_latents import CodedLatents
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def origins(table, lengths, starts, slots, block, sinks, find=ours.sink_origins):
@@ -265,6 +299,8 @@ def watch():
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
         seen["learnt"] += self.logits is not None
+        latent = isinstance(self.layer, CodedLatents)
+        seen["latents"] += latent
         seen["split"] += (ours.Backend.pages.tokens if ours.Backend.pages else n) > n
         window, sinks, (key, value) = (
             self.config.recent,
@@ -296,12 +332,15 @@ def watch():
                     check_codes(q, stored, exact[:, :past], shift)
                 coded = decode(q, stored) + shift if past else exact[:, :0].float()
                 coded[:, :sinks] = exact[:, : min(sinks, past)].float()
-                sides.append(
-                    torch.cat([coded, exact[:, past:].float()], 1)
-                    .double()
-                    .repeat_interleave(group, 0)
-                )
+                sides.append(torch.cat([coded, exact[:, past:].float()], 1).double())
             seen["firsts"] += min(sinks, past)
+            if latent:
+                weight = layer.kv_b_proj.weight.detach().double()  # as it was loaded
+                each = weight.unflatten(0, (self.num_heads, -1)) @ sides[0].mT
+                keys, values = each.mT.split((self.layer.d_query - 64, self.layer.d_out), -1)
+                sides = torch.cat((keys, sides[1].expand(len(keys), -1, -1)), -1), values
+            else:
+                sides = [x.repeat_interleave(group, 0) for x in sides]
             scores = (
                 query[a:b].view(b - a, self.num_heads, -1).transpose(0, 1).double()
                 @ sides[0].mT
@@ -588,6 +627,49 @@ def shared(folder):
     return sizes(folder, gemma_4_shared)
 
 
+K3V4 = dict(key=dict(bits=3), value=dict(bits=4))  # of latents and rotary parts
+
+
+def latents(folder, **of):
+    """Codes of latents, in chunks of 64, with prefix hits, and four requests in too few blocks,
+    which are thrown out and computed again."""
+    path = deepseek(folder / "deepseek")
+    llm, prompts = engine(path, 10, of=dict(recipe=K3V4) | of), random_prompts(130, 75, 200)
+    prompts += [prompts[0] + prompts[1][:20], prompts[2][:150]]
+    cached = []
+    for batch in (prompts[:3], prompts[3:]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(12))]
+    few = [*(prompts[i][:60] for i in (0, 1, 2)), prompts[2][100:160]]
+    generate(llm, few, sampled(80 if CUDA else 150))
+    return dict(cached=cached)
+
+
+def latents_recent(folder):
+    "The same with 24 exact recent and 4 exact first tokens."
+    path = deepseek(folder / "deepseek")
+    llm = engine(path, 400, of=dict(recipe=K3V4, recent=24, sinks=4))
+    prompts, cached = random_prompts(130, 75, 200), []
+    for batch in (prompts, [prompts[0] + prompts[1][:20], prompts[2][:150], prompts[0][:3]]):
+        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(40))]
+    return dict(cached=cached)
+
+
+def latents_drafts(folder):
+    "Latents with drafts, of prompts that repeat themselves, and 24 exact recent tokens."
+    path = deepseek(folder / "deepseek")
+    how = dict(method="ngram", num_speculative_tokens=3)
+    how |= dict(prompt_lookup_max=3, prompt_lookup_min=1)
+    llm = engine(path, 200, of=dict(recipe=K3V4, recent=24, sinks=0), speculative_config=how)
+    a, b = random_prompts(20, 30)
+    generate(llm, [a * 7, b * 5, a + b + a], sampled(100))
+    return {}
+
+
+def exact_latents(folder):
+    "All tokens of latents are read exactly: the tokens of the dense model."
+    return exact(folder, deepseek)
+
+
 def learnt(folder):
     "Codes with learnt logits, 24 recent and 4 first tokens, in chunks, with a prefix hit."
     of = dict(recent=24, sinks=4, means=False)
@@ -625,6 +707,9 @@ def copying(cut=lambda page: page):
             self.groups, self.done = caches.group_data_refs, []
             self.pages = [x.tensor for x in caches.tensors]
             chunks = spec.num_chunks if hasattr(spec, "num_chunks") else spec.num_blocks  # 0.26
+            if hasattr(spec, "secondary_tier_configs"):  # memory that the tiers see
+                self.host = shared_memory(spec, chunks, [x.shape[1] for x in self.pages])
+                return
             self.host = [
                 torch.full((chunks, x.shape[1]), 85, dtype=x.dtype) for x in self.pages
             ]
@@ -661,6 +746,23 @@ def copying(cut=lambda page: page):
 
     CPUOffloadingSpec.get_worker = lambda self, caches: Copies(self, caches)
     return moved
+
+
+def shared_memory(spec, chunks, sizes):
+    "A worker's pages in the memory of the host, as vLLM's own worker takes it."
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    names = ("num_chunks", "kv_bytes_per_chunk")
+    if not hasattr(spec, "num_chunks"):  # 0.26
+        names = ("num_blocks", "kv_bytes_per_block")
+    room = dict(zip(names, (chunks, spec.kv_bytes_per_chunk)))
+    page = spec.cpu_page_size_per_worker
+    import torch.distributed as processes
+
+    rank = processes.get_rank() if processes.is_initialized() else 0
+    region = SharedOffloadRegion(spec.config.engine_id, rank=rank, cpu_page_size=page, **room)
+    view = getattr(region, "create_next_worker_view", None) or region.create_next_view
+    return [view(n) for n in sizes]
 
 
 def offloading(connector="OffloadingConnector", **more):
@@ -719,6 +821,119 @@ def offload(folder, of=None, cut=lambda page: page):
     )
 
 
+def folder(folder):
+    """Engines one after the other, each as a line of how.json says: with a folder of pages that
+    it shares with others, or without. Prompts come one by one. Of each engine: tokens and
+    log-probabilities, how many tokens were cached in each turn, what the engine itself counts
+    of them, and the log. Without how.json: one alone, one that fills a folder, one that finds
+    it."""
+    from vllm.v1.core import kv_cache_utils
+
+    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):  # 0.26
+        os.environ["PYTHONHASHSEED"] = "0"
+    how, shared = folder / "how.json", folder / "shared"
+    lines = json.loads(how.read_text()) if how.exists() else [{}, *[dict(shared=shared)] * 2]
+    shared.mkdir(parents=True, exist_ok=True)
+    copying()
+    found = [one_of_folder(folder, **x) for x in lines]
+    pairs = [x.pop("answers") for x in found]
+    decided, wrong = compare(pairs[-1], pairs[0])
+    hits = sum(found[-1]["cached"][0])
+    return dict(engines=found, decided=decided, wrong=wrong, hits=hits)
+
+
+def one_of_folder(
+    folder, shared=None, turns=1, seed=0, spoil=None, full=False, processes=1, of=(), **tier
+):
+    "One of them; `spoil` is what is done to the pages before, `full` is a disk without room."
+    from turboquant_nb.serving.folder import Records, _log, transfer_config
+
+    before = {} if shared is None else pages_in(shared)
+    for path, data in spoilt(before, spoil).items():
+        path.unlink() if data is None else path.write_bytes(data)
+    more, log, write_to = dict(disable_log_stats=False), [], Records.write_to
+    if processes > 1:
+        more |= dict(tensor_parallel_size=processes, distributed_executor_backend="mp")
+    if shared:
+        more["kv_transfer_config"] = transfer_config(shared, 1 << 27, **tier)
+    heard = logging.Handler()
+    heard.emit = lambda record: log.append(record.getMessage())
+    _log.handlers = [heard]
+
+    def no_room(self, file, *rest):
+        if file is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_to(self, file, *rest)
+
+    Records.write_to = no_room if full else write_to
+    llm = engine(
+        llama(folder / f"llama{seed}", seed), 1000, dict(recent=24, sinks=4) | dict(of), **more
+    )
+    prompts, said, cached = random_prompts(130, 200, 330), [], []
+    prompts.append(prompts[2][:150] + prompts[1][:20])  # parts from another within a block
+    for _ in range(turns):
+        outs = [generate(llm, [x], sampled(20, logprobs=2))[0] for x in prompts]
+        cached.append([o.num_cached_tokens for o in outs])
+        answers = [o.outputs[0] for o in outs]
+        ranks = [[sorted(x.logprob for x in r.values()) for r in a.logprobs] for a in answers]
+        said.append([[list(a.token_ids) for a in answers], ranks])
+    counted = {x.name: x.value for x in llm.get_metrics() if "prefix_cache" in x.name}
+    forget(llm)
+    llm.llm_engine.engine_core.shutdown()
+    Records.write_to = write_to
+    healed = shared is None or before == pages_in(shared)
+    pairs = [(a.token_ids, a.logprobs) for a in answers]
+    return dict(
+        said=said,
+        cached=cached,
+        counted=counted,
+        log=log,
+        healed=healed,
+        pages=len(before),
+        answers=pairs,
+    )
+
+
+def folder_parallel(folder):
+    "The same with engines of two processes, beside which the scheduler's has no layer."
+    in_workers(folder, "copies_in_worker")
+    shared = folder / "shared"
+    shared.mkdir()
+    two = dict(shared=shared, processes=2)
+    (folder / "how.json").write_text(json.dumps([two, two], default=str))
+    return globals()["folder"](folder)
+
+
+def copies_in_worker():
+    "What a process of two does first: copy as the other does."
+    if multiprocessing.parent_process() is not None:
+        from turboquant_nb.serving.vllm import register
+
+        torch.set_num_threads(1)
+        register()
+        copying()
+
+
+def pages_in(shared):
+    "What files of a folder hold."
+    return {x: x.read_bytes() for x in sorted(Path(shared).glob("*/*/*.page"))}
+
+
+def spoilt(pages, how):
+    "What becomes of the pages of codes, or of recent tokens: new bytes, or None where they go."
+    sizes = Counter(path.stem[-8:] for path in pages)  # of each group, that of codes the fewest
+    groups = sorted(sizes, key=sizes.get)
+    kind, _, group = (how or "").partition(" ")
+    mine = {x: d for x, d in pages.items() if x.stem[-8:] == groups[-1 if group else 0]}
+    if kind == "cut":
+        return {x: d[:-1000] for x, d in mine.items()}
+    if kind == "changed":
+        return {x: bytes([*d[:5000], d[5000] ^ 1, *d[5001:]]) for x, d in mine.items()}
+    if kind == "swapped":
+        return dict(zip(mine, [*mine.values()][1:] + [*mine.values()][:1]))
+    return {x: None for x in mine} if kind == "lost" else {}
+
+
 def refuse(folder):
     "What an engine says that is asked for what is not served."
     path, refused = llama(folder / "llama"), {}
@@ -740,7 +955,18 @@ def refuse(folder):
         room=dict(of=dict(recent=16, sinks=6)),
         manager=dict(of=dict(recent=16), disable_hybrid_kv_cache_manager=True),
         connector=dict(kv_transfer_config=offloading("ExampleConnector")),
-        tier=dict(kv_transfer_config=offloading(spec_name="TieringOffloadingSpec")),
+        spec=dict(kv_transfer_config=offloading(spec_name="OtherSpec", spec_module_path="x")),
+        tier=dict(
+            kv_transfer_config=offloading(
+                spec_name="TieringOffloadingSpec",
+                secondary_tiers=[dict(type="turboquant_nb", path="/"), dict(type="example")],
+            )
+        ),
+        latents=dict(
+            folder=deepseek(folder / "deepseek"),
+            of=dict(recipe="k1v1", calibration=other),
+            kv_transfer_config=offloading(),
+        ),
         drafts=dict(
             speculative_config=dict(
                 method="ngram", num_speculative_tokens=16, prompt_lookup_max=3
@@ -884,23 +1110,28 @@ def random_firsts(folder):
     return random(folder, 200, 110, dict(recent=16, sinks=4))
 
 
-def parallel(folder):
-    """Two processes with one KV head each, against one with both: keys by a calibration, recent
-    and first tokens exact. The processes find `in_worker` as vLLM finds plugins; what they
-    compare they say by failing."""
+def in_workers(folder, function):
+    "Have the processes of an engine call a function of this file, as vLLM finds plugins."
     (folder / "plugin/engine_test-0.dist-info").mkdir(parents=True)
     (folder / "plugin/engine_test-0.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: engine-test\nVersion: 0\n"
     )
     (folder / "plugin/engine_test-0.dist-info/entry_points.txt").write_text(
-        "[vllm.general_plugins]\nengine_test = engine:in_worker\n"
+        f"[vllm.general_plugins]\nengine_test = engine:{function}\n"
     )
     sys.path.append(str(folder / "plugin"))  # which processes of ours get
     os.environ |= {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "ENGINE_TEST_FOUND": str(folder / "found"),
     }
+
+
+def parallel(folder):
+    """Two processes with one KV head each, against one with both: keys by a calibration, recent
+    and first tokens exact. The processes find `in_worker` as vLLM finds plugins; what they
+    compare they say by failing."""
+    in_workers(folder, "in_worker")
+    os.environ["ENGINE_TEST_FOUND"] = str(folder / "found")
     path, prompts, out = llama(folder / "llama"), random_prompts(130, 75, 200, 20), []
     of = dict(calibration=calibration(path, folder / "c.safetensors"), recent=24, sinks=4)
     for ranks in (2, 1):
@@ -930,7 +1161,8 @@ def in_worker():
     "What a process of two does first: compare each call, and write what it has seen."
     if multiprocessing.parent_process() is None:
         return
-    from turboquant_nb.serving.vllm import Impl, register
+    from turboquant_nb.serving.vllm import Impl
+    from turboquant_nb.serving.vllm_latents import register
 
     torch.set_num_threads(1)
     register()
@@ -947,10 +1179,10 @@ def in_worker():
     Impl.forward = written
 
 
-def graphs(folder, of=None, speculative=None):
+def graphs(folder, of=None, speculative=None, make=llama):
     "On a GPU: steps that decode, replayed from graphs, against the same engine without graphs."
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
-    path, (a, b), out = llama(folder / "llama"), random_prompts(20, 30), []
+    path, (a, b), out = make(folder / make.__name__), random_prompts(20, 30), []
     prompts = [a * 7, b * 5, a + b + a, b[:7], *random_prompts(*range(3, 135, 3), seed=6)]
     for how in (
         dict(),
@@ -1012,6 +1244,11 @@ def graphs_firsts(folder):
 def graphs_trellis(folder):
     "The same with codes of a trellis."
     return graphs(folder, dict(recipe="k2v2-trellis", recent=24, sinks=4))
+
+
+def graphs_latents(folder):
+    "The same of latents, with 24 exact recent and 4 exact first tokens."
+    return graphs(folder, dict(recipe=K3V4, recent=24, sinks=4), make=deepseek)
 
 
 def graphs_ragged(folder):
@@ -1090,12 +1327,14 @@ TIE = 0.5 if CUDA else 0.1  # nats between the two likeliest tokens
 def main(folder, parts):
     torch.set_num_threads(1)
     import vllm
-    from turboquant_nb.serving.vllm import register
+    from turboquant_nb.serving.vllm_latents import register
 
+    if not CUDA:  # else vLLM's blocks of latents have 16 tokens, and no chunks
+        torch.cpu._is_amx_tile_supported = lambda: True
     if parts[0] != "dense":
         register()
     if not parts[0].startswith(
-        ("graphs", "dense", "offload")
+        ("graphs", "dense", "offload", "folder")
     ):  # what is replayed cannot be watched
         watch()
     found = {}

@@ -341,8 +341,8 @@ class Weights:
     )
     dtype: _Dtype | None = option(
         None,
-        "Of the weights; default: float32 on a CPU, bfloat16 on a GPU, float16 on one without "
-        "bfloat16 (T4).",
+        "Of the weights; default: float32 on a CPU and in eval, bfloat16 on a GPU, float16 "
+        "on one without bfloat16 (T4).",
     )
     device: str | None = option(None, DEVICE)
 

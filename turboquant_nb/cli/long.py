@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .app import Usage, at_fault, command, lazy, option, options, version
 from .eval import _EVAL, Caches, Common, Measure, evaluate
+from .inputs import read_texts
 from .output import target_file
 
 # %% ../../nbs/reference/87ib_cli_long.ipynb #56c57225
@@ -29,6 +30,7 @@ class _Half(StrEnum):
 
 
 _AGREEMENT = "agreement"  # the task that has no questions
+_BEGUN = 64  # tokens of a given text that are read exactly
 
 
 @options("Questions")
@@ -59,6 +61,9 @@ class _Asked:
     discordance: float = option(0.1, "Share of answers expected to change, for the power.")
     text_length: int = option(2048, "Tokens of a window of agreement.", least=256)
     text_windows: int = option(4, "Windows of agreement.", least=1)
+    text: list[str] = option(
+        (), "UTF-8 texts for agreement, instead of what the model writes.", metavar="FILE"
+    )
 
     def __post_init__(self):
         names = [*questions.TASKS, _AGREEMENT]
@@ -69,6 +74,9 @@ class _Asked:
         if not 0 < self.margin <= self.discordance <= 1:
             got = f"got {self.margin:g} and {self.discordance:g}"
             raise Usage(f"--margin must be above 0 and at most --discordance, at most 1; {got}")
+        if self.text and _AGREEMENT not in self.tasks:
+            raise Usage(f"--text is for the task {_AGREEMENT}, got --tasks {' '.join(self.tasks)}")
+        read_texts(self.text)
         with at_fault(FileNotFoundError, where="--data: "):
             for task in self.asked():
                 if task.package:
@@ -100,6 +108,10 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         if none := [t.name for t, x in state["items"].items() if not x]:
             raise Usage(f"--half {asked.half} has no item of {', '.join(none)}")
         state["stories"] = questions.TASKS["loops"].items(None, tokenizer, str(asked.half))
+        if asked.text:
+            size = asked.text_windows, asked.text_length
+            with at_fault(ValueError, where="--text: "):
+                state["given"] = scores.text_windows(tokenizer, read_texts(asked.text), *size)
         return scores.text_windows(tokenizer, None, 1, 80)  # for the gate
 
     def rows(model, tokenizer, ids, compared, tick):
@@ -143,10 +155,12 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
             ids, begin = longer.own_text(model, tokenizer, asks, asked.text_length, asked.seed)
             return dict(ids=ids.tolist(), begin=begin)
 
-        found = log.take((_AGREEMENT, "text", 0), write)
+        ids, begin = state.get("given"), _BEGUN
+        if ids is None:
+            found = log.take((_AGREEMENT, "text", 0), write)
+            ids, begin = longer.as_tokens(found["ids"], model), found["begin"]
         tick()
-        ids = longer.as_tokens(found["ids"], model)
-        yield from longer.agreement(model, ids, compared, found["begin"], log, tick=tick)
+        yield from longer.agreement(model, ids, compared, begin, log, tick=tick)
 
     def grow(model, compared):
         state["caches"] = len(compared)
@@ -163,6 +177,7 @@ def long(caches: Caches, asked: _Asked, common: Common) -> None:
         return {"design": state["design"], "data": data, "rows": found}
 
     packages = sorted({t.package for t in asked.asked() if t.package})
+    packages += [Path(x).name for x in asked.text]
     label = f"{', '.join(asked.tasks)} ({', '.join(packages) or 'made here'})"
     most = asked.text_length if _AGREEMENT in asked.tasks else 80
     n = asked.limit or asked.text_windows
