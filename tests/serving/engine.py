@@ -5,11 +5,11 @@ object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a p
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
 firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
 exact_shared, exact_latents, latents, latents_recent, latents_drafts, learnt, sizes, shared,
-states, offload, offload_codes, offload_cut, folder, drafts, drafts_recent, drafts_firsts,
-hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts, graphs_firsts,
-graphs_ragged, graphs_trellis, graphs_latents, each of which is a function here. On a CPU our
-backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its name, in
-bf16."""
+states, offload, offload_codes, offload_cut, folder, folder_parallel, drafts, drafts_recent,
+drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts,
+graphs_firsts, graphs_ragged, graphs_trellis, graphs_latents, each of which is a function here.
+On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
+name, in bf16."""
 
 import errno
 import json
@@ -757,7 +757,10 @@ def shared_memory(spec, chunks, sizes):
         names = ("num_blocks", "kv_bytes_per_block")
     room = dict(zip(names, (chunks, spec.kv_bytes_per_chunk)))
     page = spec.cpu_page_size_per_worker
-    region = SharedOffloadRegion(spec.config.engine_id, rank=0, cpu_page_size=page, **room)
+    import torch.distributed as processes
+
+    rank = processes.get_rank() if processes.is_initialized() else 0
+    region = SharedOffloadRegion(spec.config.engine_id, rank=rank, cpu_page_size=page, **room)
     view = getattr(region, "create_next_worker_view", None) or region.create_next_view
     return [view(n) for n in sizes]
 
@@ -839,7 +842,9 @@ def folder(folder):
     return dict(engines=found, decided=decided, wrong=wrong, hits=hits)
 
 
-def one_of_folder(folder, shared=None, turns=1, seed=0, spoil=None, full=False, of=(), **tier):
+def one_of_folder(
+    folder, shared=None, turns=1, seed=0, spoil=None, full=False, processes=1, of=(), **tier
+):
     "One of them; `spoil` is what is done to the pages before, `full` is a disk without room."
     from turboquant_nb.serving.folder import Records, _log, transfer_config
 
@@ -847,6 +852,8 @@ def one_of_folder(folder, shared=None, turns=1, seed=0, spoil=None, full=False, 
     for path, data in spoilt(before, spoil).items():
         path.unlink() if data is None else path.write_bytes(data)
     more, log, write_to = dict(disable_log_stats=False), [], Records.write_to
+    if processes > 1:
+        more |= dict(tensor_parallel_size=processes, distributed_executor_backend="mp")
     if shared:
         more["kv_transfer_config"] = transfer_config(shared, 1 << 27, **tier)
     heard = logging.Handler()
@@ -885,6 +892,26 @@ def one_of_folder(folder, shared=None, turns=1, seed=0, spoil=None, full=False, 
         pages=len(before),
         answers=pairs,
     )
+
+
+def folder_parallel(folder):
+    "The same with engines of two processes, beside which the scheduler's has no layer."
+    in_workers(folder, "copies_in_worker")
+    shared = folder / "shared"
+    shared.mkdir()
+    two = dict(shared=shared, processes=2)
+    (folder / "how.json").write_text(json.dumps([two, two], default=str))
+    return globals()["folder"](folder)
+
+
+def copies_in_worker():
+    "What a process of two does first: copy as the other does."
+    if multiprocessing.parent_process() is not None:
+        from turboquant_nb.serving.vllm import register
+
+        torch.set_num_threads(1)
+        register()
+        copying()
 
 
 def pages_in(shared):
@@ -1083,23 +1110,28 @@ def random_firsts(folder):
     return random(folder, 200, 110, dict(recent=16, sinks=4))
 
 
-def parallel(folder):
-    """Two processes with one KV head each, against one with both: keys by a calibration, recent
-    and first tokens exact. The processes find `in_worker` as vLLM finds plugins; what they
-    compare they say by failing."""
+def in_workers(folder, function):
+    "Have the processes of an engine call a function of this file, as vLLM finds plugins."
     (folder / "plugin/engine_test-0.dist-info").mkdir(parents=True)
     (folder / "plugin/engine_test-0.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: engine-test\nVersion: 0\n"
     )
     (folder / "plugin/engine_test-0.dist-info/entry_points.txt").write_text(
-        "[vllm.general_plugins]\nengine_test = engine:in_worker\n"
+        f"[vllm.general_plugins]\nengine_test = engine:{function}\n"
     )
     sys.path.append(str(folder / "plugin"))  # which processes of ours get
     os.environ |= {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "ENGINE_TEST_FOUND": str(folder / "found"),
     }
+
+
+def parallel(folder):
+    """Two processes with one KV head each, against one with both: keys by a calibration, recent
+    and first tokens exact. The processes find `in_worker` as vLLM finds plugins; what they
+    compare they say by failing."""
+    in_workers(folder, "in_worker")
+    os.environ["ENGINE_TEST_FOUND"] = str(folder / "found")
     path, prompts, out = llama(folder / "llama"), random_prompts(130, 75, 200, 20), []
     of = dict(calibration=calibration(path, folder / "c.safetensors"), recent=24, sinks=4)
     for ranks in (2, 1):

@@ -308,6 +308,11 @@ def test_weights_are_told_by_samples(tmp_path, monkeypatch):
         str(one / file) if (name, revision) == ("a/b", "r") else None
     )
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", hub)
+    monkeypatch.undo()
+    assert weights_of("s3://a/b") == "those of s3://a/b, revision None"  # no name on the hub
+    file = two / "model-3.safetensors"
+    assert weights_of(str(file)) != weights_of(str(two)) and len(weights_of(str(file))) == 64
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", hub)
     assert weights_of("a/b", "r") == same and weights_of("a/b") == "those of a/b, revision None"
 
 

@@ -391,6 +391,13 @@ def test_pages_of_other_engines(tmp_path):
     assert sum(x.stat().st_size for x in Path(two).glob("*/*/*.page")) <= 40 * 20480
 
 
+def test_pages_of_engines_of_two_processes(tmp_path):
+    "The same between two engines whose pages two processes hold, a head each."
+    first, second = run(tmp_path, "folder_parallel")["engines"]
+    assert first["cached"][0][:3] == [0] * 3 and second["cached"] == [[128, 192, 320, 128]]
+    assert first["said"] == second["said"] and first["log"] == second["log"] == []
+
+
 def test_refused(tmp_path):
     "An engine that is asked for what is not served does not start, and says why."
     refused = run(tmp_path, "refuse")["refused"]

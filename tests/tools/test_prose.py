@@ -27,6 +27,7 @@ ELSEWHERE = {
     "56_hf": {".03", "29%"},  # worked out: 64 numbers in 2,048; of two rows
     "62_fold": {"1.17"},  # of chapter 14
     "77_vllm": {"0.28"},  # a version
+    "77b_folder": {"0.26", "0.33"},  # versions
     "80b_offload": {"9.6", "7.7", "5.4", "4.25", "4.3"},  # settings, rates, what is left
     "85_vector_search": {".016", ".018"},  # a bound, of two rows
     "90_speed": {"115.8", "137.2"},  # a draft run of tune.py, named as one

@@ -29,11 +29,13 @@ from .vllm import TIER, _engine_config, options_of
 try:
     import vllm
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
     from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 except ImportError:  # `Records` needs no engine
-    vllm, kv_cache_utils, SecondaryTierManager, AsyncLookupManager = None, None, *[object] * 2
+    vllm = kv_cache_utils = base = None
+    SecondaryTierManager = AsyncLookupManager = object
 
 # %% ../../nbs/reference/77b_folder.ipynb #77d0f07a
 HOST = 8 << 30  # bytes of the host's memory that pages pass through
@@ -244,18 +246,20 @@ FIXED = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
 
 
 def weights_of(
-    model: str,  # a folder, or a name on the hub whose files are here
+    model: str,  # a folder or a file, or a name on the hub whose files are here
     revision: str | None = None,
 ) -> str:
     """A digest of each file's length, and of 4,096 bytes at 64 places of it; the model's name,
     where it has no files here."""
     folder, found = Path(model), sha256()
-    if not folder.is_dir():
+    if not folder.exists():
         from huggingface_hub import try_to_load_from_cache
 
-        config = try_to_load_from_cache(model, "config.json", revision=revision)
-        folder = Path(config).parent if isinstance(config, str) else folder
-    files = [x for x in sorted(folder.glob("*")) if x.suffix in _WEIGHTS]
+        with suppress(ValueError):  # it is no name on the hub
+            config = try_to_load_from_cache(model, "config.json", revision=revision)
+            folder = Path(config).parent if isinstance(config, str) else folder
+    files = [folder] if folder.is_file() else sorted(folder.glob("*"))
+    files = [x for x in files if x.suffix in _WEIGHTS]
     if not files:
         return f"those of {model}, revision {revision}"
     for path in files:
@@ -343,6 +347,8 @@ class FolderTier(SecondaryTierManager):
     waits for a disk. Raises ValueError for a folder that is not there, and
     where engines would not find each other's pages."""
 
+    medium = getattr(getattr(base, "Medium", None), "STORAGE", None)  # since 0.27
+
     def __init__(
         self,
         offloading_spec,
@@ -351,9 +357,9 @@ class FolderTier(SecondaryTierManager):
         path: str,  # of the folder
         max_bytes: int | None = None,  # of all pages in it; None: as many as come
         threads: int = 4,  # that read, and that write
-        **base,  # what vLLM adds in its newer versions
+        **more,  # what vLLM adds in its newer versions
     ):
-        super().__init__(offloading_spec, primary_kv_view, tier_type, **base)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         config = _engine_config()
         algorithm = config.cache_config.prefix_caching_hash_algo
         fixed, seed = FIXED is not None, os.environ.get("PYTHONHASHSEED")

@@ -687,7 +687,7 @@ def connector_reasons(transfer) -> list:
         ]
     spec, tiers = extra.get("spec_name", "CPUOffloadingSpec"), []
     if spec == "TieringOffloadingSpec":
-        tiers = [tier.get("type") for tier in extra.get("secondary_tiers", [])]
+        tiers = [tier.get("type") for tier in extra.get("secondary_tiers") or []]
         others = [f"the tier {tier!r}" for tier in tiers if tier != TIER]
     else:
         others = [] if spec == "CPUOffloadingSpec" else [f"spec_name={spec!r}"]
