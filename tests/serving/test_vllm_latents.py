@@ -14,6 +14,7 @@ from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
 from turboquant_nb.serving import vllm_latents
 from turboquant_nb.serving.step import LayerMemory, ServingConfig, States, Step
 from turboquant_nb.serving.vllm_latents import CodedLatents, latent_reasons
+from turboquant_nb.serving.vllm_latents import layer_kind_reasons
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -105,8 +106,12 @@ def test_reasons(monkeypatch):
         assert reason.startswith("latents by an engine on a GPU yet: TurboQuantCache serves")
     monkeypatch.setattr(vllm_latents, "ON_GPU", True)
     assert latent_reasons(config) == []
-    found = latent_reasons(config, object(), object())
+    found = latent_reasons(config, object(), object(), 128)
     assert found[0] == "latents with a KV connector" and "sparse attention" in found[1]
+    assert found[2:] == ["latents with a sliding window"]
+    assert layer_kind_reasons("MLAAttention", {}) == []
+    asked = dict(attn_backend=object(), non_causal_multi_token_decode=True)
+    assert len(layer_kind_reasons("OtherMLAAttention", asked)) == 3
 
 
 def test_bytes_of_latents_and_room_for_exact_ones():

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ON_GPU', 'CodedLatents', 'gpu_reason', 'LatentBackend', 'LatentRecentBackend', 'latent_reasons', 'LatentImpl',
-           'register']
+           'layer_kind_reasons', 'register']
 
 # %% ../../nbs/reference/77c_vllm_latents.ipynb #77c10005
 import os
@@ -21,7 +21,7 @@ from ..hf.latents import Expansion
 from ..kernels.cell_attention import Launching, Room
 from ..kernels.latent_cells import decode_latents, latent_reason
 from ..kernels.latents import form_of, side_reason
-from . import vllm as engine
+from . import vllm as ours
 from .step import CodedAttention, States, dense
 from turboquant_nb.serving.vllm import (
     AttentionBackend,
@@ -141,6 +141,7 @@ def latent_reasons(
     config,  # ServingConfig
     transfer=None,  # of a KV connector
     indexer=None,
+    sliding_window=None,
 ) -> list:
     "Why layers of latents are not served, beside what other layers are refused for."
     reasons = {
@@ -148,6 +149,7 @@ def latent_reasons(
         "a calibration, which knows no latents": config.calibration is not None,
         "latents with a KV connector": transfer is not None,
         "latents of which an indexer chooses (sparse attention)": indexer is not None,
+        "latents with a sliding window": sliding_window is not None,
     }
     return [why for why, applies in reasons.items() if applies]
 
@@ -172,15 +174,18 @@ class LatentImpl(Impl):
         **more,
     ):
         self.latent, self.indexer = (kv_lora_rank, qk_rope_head_dim), indexer
-        self.heads_of = qk_nope_head_dim + qk_rope_head_dim, v_head_dim
+        self.slides = more.get("sliding_window")
         super().__init__(*args, **more)
 
     def _sizes(self, head_size: int) -> tuple:
         return self.latent
 
     def _reasons(self, current) -> list:
-        reasons = latent_reasons(self.config, current.kv_transfer_config, self.indexer)
-        key, value, _ = engine._quantizers(self.config, *self.latent, torch.device("cpu"))
+        more = current.kv_transfer_config, self.indexer, self.slides
+        reasons = latent_reasons(self.config, *more)
+        if not self.latent[1]:
+            return [*reasons, "latents without rotary parts"]
+        key, value, _ = ours._quantizers(self.config, *self.latent, torch.device("cpu"))
         sides = ("latents", 512, key), ("rotary parts", 128, value)
         return reasons + [why for side in sides if (why := side_reason(*side))]
 
@@ -212,6 +217,8 @@ class LatentImpl(Impl):
         **quantised,
     ) -> Tensor:
         "What vLLM's layer does in a step, from its latents to the outputs of its heads."
+        if attn_metadata is None and q.is_cuda:  # what a chunk expands to is counted, too
+            q.new_empty(max(len(q), self._past_tokens()), self.num_heads, 4 * q.shape[2])
         states = q, latents, rotary, _cells(kv_cache), attn_metadata, output
         return self.forward(self.owner(), *states, output_scale, output_block_scale)
 
@@ -224,8 +231,19 @@ def _cells(kv_cache: Tensor) -> Tensor:
 def _padded_flash(q, k, v, seen, scaling: float, softcap: float | None = None) -> tuple:
     "vLLM's own attention kernel, for values that have fewer channels than keys."
     d, size = v.shape[2], q.shape[2]
-    out, lse = engine._flash(q, k, F.pad(v, (0, size - d)), seen, scaling, softcap)
+    out, lse = ours._flash(q, k, F.pad(v, (0, size - d)), seen, scaling, softcap)
     return out[..., :d], lse
+
+
+def layer_kind_reasons(name: str, options: dict) -> list:
+    "Why a layer of vLLM of this class, made with these options, is not served."
+    backend = options.get("attn_backend")
+    reasons = {
+        f"latents of a model's own layer ({name})": name != "MLAAttention",
+        f"latents of a model's own backend ({backend})": backend is not None,
+        "drafts of latents that see what follows": options.get("non_causal_multi_token_decode"),
+    }
+    return [why for why, applies in reasons.items() if applies]
 
 
 def _with_latents(old):
@@ -236,6 +254,8 @@ def _with_latents(old):
 
         chosen = getattr(get_current_vllm_config().attention_config.backend, "name", None)
         if Backend.name != "CUSTOM" or chosen == "CUSTOM":
+            if reasons := layer_kind_reasons(type(self).__name__, kwargs):
+                raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
             kwargs["attn_backend"] = LatentBackend
         old(self, *args, **kwargs)
         if isinstance(self.impl, LatentImpl):
@@ -249,11 +269,11 @@ def _with_latents(old):
 def register() -> None:
     """What vLLM calls in each process. Raises ImportError without vLLM or with a release that
     is not served."""
-    engine.register()
+    ours.register()
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     if not hasattr(MLAAttention.__init__, "with_latents"):
         MLAAttention.__init__ = _with_latents(MLAAttention.__init__)
     old = MLAAttention.get_kv_cache_spec
     if not hasattr(AttentionBackend, "customize_spec") and not hasattr(old, "of_cells"):
-        MLAAttention.get_kv_cache_spec = engine._spec_of_cells(old)
+        MLAAttention.get_kv_cache_spec = ours._spec_of_cells(old)
