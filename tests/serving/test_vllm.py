@@ -383,7 +383,7 @@ def test_pages_of_other_engines(tmp_path):
     assert full["said"] == [want] and full["cached"][0][:3] == [0] * 3 and not full["healed"]
     assert len(full["log"]) == 1 and "No space left on device" in full["log"][0], full["log"]
     for name, found in dict(recipe=recipe, weights=weights).items():
-        assert found["cached"] == [[0] * 4] and found["said"] != [want]
+        assert found["cached"][0][:3] == [0] * 3 and found["said"] != [want]
         assert len(found["log"]) == 1 and f"have another {name}" in found["log"][0], found[
             "log"
         ]
