@@ -29,7 +29,9 @@ from bench.cases import DEVICE
 from bench.timing import quantiles
 from plan import Plan
 
-from turboquant_nb.cache.codec import Flat, KVStore, Reader, Writer, _Block, to_host
+from turboquant_nb.cache.codec import KVStore, Reader, Writer
+from turboquant_nb.cache.flat import Flat, to_host
+from turboquant_nb.cache.rows import _Block
 from turboquant_nb.cache.disk import described, state_of, store_of
 from turboquant_nb.files import Saved
 from turboquant_nb.quant.quantizer import Recipe, Spec, preset
@@ -150,7 +152,7 @@ def ways(a, states):
     buffers = [flat.gather(t) for t, _ in states]
     hosts = [pinned(flat.nbytes).copy_(x) for x in buffers]
     copy = partial(torch.Tensor.copy_, non_blocking=True)
-    spans = [(at, n) for _, _, _, x in flat.records() for _, _, at, n in x]
+    spans = [(at, n) for *_, x in flat.records() for _, _, at, n in x]
     data = stream_of(states)
     half = 2 * a.heads * a.head_size * a.tokens * 2  # bytes of a layer in bf16
     bf16 = torch.zeros(half, dtype=torch.uint8, device=DEVICE), pinned(half)

@@ -20,7 +20,7 @@ from bench.cases import CASES, DEVICE, Append, frequencies
 from plan import Plan
 from bench.timing import append_times, event_time, host_times, kernel_times, quantiles
 
-from turboquant_nb.cache.store import make_room
+from turboquant_nb.cache.append import make_room
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.quant.quantizer import Recipe, Spec
 from turboquant_nb.cache.store import KVStore

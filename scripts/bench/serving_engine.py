@@ -403,7 +403,7 @@ def main(
     from vllm import LLM, SamplingParams
 
     if found := re.fullmatch(OURS, kind):
-        from turboquant_nb.serving.vllm import register
+        from turboquant_nb.serving.vllm_latents import register
 
         register()
         if found[5]:

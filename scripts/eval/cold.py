@@ -35,7 +35,8 @@ from bench.timing import Clock, quantiles
 from eval.windows import Windows, add_match, add_options, matching, texts_of
 from plan import Plan
 
-from turboquant_nb.cache.codec import KVStore, Reader, Writer, squeeze
+from turboquant_nb.cache.codec import KVStore, Reader, Writer
+from turboquant_nb.cache.rows import squeeze
 from turboquant_nb.calibration.small import _flat, _heads, fit_small, read_small, save_small
 from turboquant_nb.evaluation.score import paired, prefill, token_losses
 from turboquant_nb.hf import ModelInfo, TurboQuantCache

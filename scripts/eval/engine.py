@@ -29,7 +29,7 @@ from plan import Plan, must_pass
 from transformers import DynamicCache
 
 from turboquant_nb import TurboQuantCache
-from turboquant_nb.cache import store as cache_store
+from turboquant_nb.cache import append as cache_append
 from turboquant_nb.kernels import encode
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.quant.calibration import Calibration, save_calibration
@@ -176,7 +176,7 @@ def coded_cache(a, model, calibration, case, recent):
     recipe = Recipe(Spec(bits=k, center=center), Spec(bits=v), case.first, recent)
     layers = iter(calibration.centers)
     mean = lambda store, part, x: next(layers)[None, :, None].to(x.device, torch.bfloat16)
-    cache_store.first_mean = encode.first_mean = mean  # as the cache holds it
+    cache_append.first_mean = encode.first_mean = mean  # as the cache holds it
     return TurboQuantCache(model, recipe, calibration=of, backend="auto" if CUDA else "torch")
 
 
@@ -251,7 +251,7 @@ def plan(a):
     os.environ |= ENVIRONMENT  # before vLLM is imported, and only where it will be
     import vllm
 
-    from turboquant_nb.serving.vllm import register
+    from turboquant_nb.serving.vllm_latents import register
 
     register()
     scored, a.windows = a.windows, a.windows + 4

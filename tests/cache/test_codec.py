@@ -357,7 +357,7 @@ def test_the_size_is_known_before(name):
         states = [state_of(filled(name, n))] * 2
         size = len(written([filled(name, n)] * 2, coarse=coarse, block=block))
         if name != "pre-RoPE":  # whose frequencies a header does not count
-            empty = [(codec.empty_state(h), h) for _, h in states]
+            empty = [(disk.empty_state(h), h) for _, h in states]
             assert codec.encoded_size(empty, {}, coarse=coarse, block=block) == size
         assert codec.encoded_size(states, {}, coarse=coarse, block=block) == size
 

@@ -181,7 +181,7 @@ def test_drop_plane_halves_codes(bits, gen):
 
 
 @pytest.mark.parametrize("quarter", range(4))
-def testquarter_bytes_stay_in_their_slot(quarter, gen):
+def test_quarter_bytes_stay_in_their_slot(quarter, gen):
     for bits in (1, 2, 3, 4):
         for p in quarter_bytes(random_codes(gen, bits, 9, 6), Layout(bits, 6), quarter):
             assert int((p & (255 - (3 << SLOT[quarter]))).max()) == 0

@@ -9,7 +9,7 @@ import torch
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes, tail_with
-from turboquant_nb.cache.store import prompt_pair_scales
+from turboquant_nb.cache.append import prompt_pair_scales
 from turboquant_nb.apps.search import CodedIndex
 from turboquant_nb.kernels import launch, ops
 from turboquant_nb.quant.quantizer import Recipe, Spec

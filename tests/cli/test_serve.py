@@ -64,6 +64,13 @@ def test_layers_of_several_sizes(monkeypatch):
         ValueError, match="latent attention.* TurboQuantCache serves them in tr"
     ):
         serve.cache_size([latent], k3v3)
+    # with the processor build of vLLM they are, and on several GPUs each has all of them
+    monkeypatch.setenv("TURBOQUANT_NB_VLLM_CPU", "1")
+    found = serve.cache_size([latent, latent], k3v3, gpus=2)
+    assert found["bytes_per_token"] == 2 * 2 * k3v3.bytes_per_token(512, 64) == 4 * 220
+    assert found["bytes_16_bit"] == 2 * 2 * 2 * (512 + 64)
+    pages = k3v3.recent_blocks(128, 512, 2, d_value=64)
+    assert found["recent_bytes"] == 2 * 2 * pages * 128 * 220
 
 
 def test_heads_are_not_cut_and_gpus_add_their_memory():
@@ -120,7 +127,8 @@ def vllm(tmp_path, monkeypatch):
         "vllm-0.26.0.dist-info/METADATA": about.format("vllm", "0.26.0"),
         "stub-0.dist-info/METADATA": about.format("stub", 0),
         "stub-0.dist-info/entry_points.txt": (
-            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n"
+            "[vllm.general_plugins]\nturboquant_nb = "
+            "turboquant_nb.serving.vllm_latents:register\n"
         ),
         "vllm": "#!/bin/sh\n",
     }.items():

@@ -57,6 +57,9 @@ GONE: dict[str, str] = {
         "those layers stay the engine's"
     ),
     "learned attention sinks": "they join the softmax",
+    "1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {} and {}": (
+        "of latents up to 128 heads are"
+    ),
     "a page of {} numbers has no room for {} recent and {} first tokens of {} heads with {} "
     "numbers each": "by `step.exact_states`, of a head's part of a page",
     "vLLM must be at least {} and below {}, whose interface this was tested with; got {}": (

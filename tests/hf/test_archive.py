@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +10,6 @@ transformers = pytest.importorskip("transformers")
 
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.files import write_file
-from turboquant_nb.cache import codec
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 
@@ -160,23 +158,3 @@ def test_a_model_of_other_heads_or_frequencies_is_refused(change, why, tmp_path)
             tmp_path / "cache", transformers.LlamaConfig(**CONFIG.to_dict() | change)
         )
     assert TurboQuantCache.load(tmp_path / "cache", CONFIG).get_seq_length() == 5
-
-
-def test_a_table_gives_every_symbol_a_weight_of_two_bytes():
-    "A symbol that is all there is has the largest weight, one that never comes has 1."
-    weights = codec._tables(np.array([[5, 0], [1, 1], [0, 0]]))
-    assert weights.dtype == np.dtype("<u2")
-    assert weights.tolist() == [[65535, 1], [32768, 32768], [1, 1]]
-
-
-def test_rows_are_squeezed_only_where_that_saves_bytes():
-    "To the byte: as much room as it takes is too little, one more is enough."
-    g = np.random.default_rng(0)
-    for rows in (1, 3, 40):
-        x = (g.geometric(0.5, (rows, 600)).clip(1, 9) + 3).astype(np.uint8)
-        data = codec.squeeze(x, x.size)
-        assert len(data) < x.size and np.array_equal(codec.expand(data, *x.shape), x)
-        assert codec.squeeze(x, len(data)) is None
-        assert codec.squeeze(x, len(data) + 1) == data
-    noise = g.integers(0, 256, (4, 50), dtype=np.uint8)
-    assert codec.squeeze(noise, noise.size) is None

@@ -30,7 +30,8 @@ from turboquant_nb.hf.compiled import (
     step_parts,
     step_rotations,
 )
-from turboquant_nb.hf.graphs import StepRunner, Tape
+from turboquant_nb.hf.graphs import Tape
+from turboquant_nb.hf.runner import StepRunner
 
 SIZES = dict(
     vocab_size=128,

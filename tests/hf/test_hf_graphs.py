@@ -16,7 +16,8 @@ from tests.helpers import FAMILIES, HYBRID, SLIDING, covering_pairs, generate, p
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.graphs import StepRunner, Tape
+from turboquant_nb.hf.graphs import Tape
+from turboquant_nb.hf.runner import StepRunner
 from turboquant_nb.quant.quantizer import Recipe, Spec
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -221,7 +221,7 @@ def test_what_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("latent", (False, True))
 @pytest.mark.parametrize("recipe", (RECIPE, Recipe(Spec(2), Spec((4,) * 5 + (1,) * 11), 0, 0)))
-def test_few_tokens_of_a_mask_are_gathered(latent, recipe, monkeypatch):
+def test_few_tokens_of_a_mask_are_gathered(latent, recipe):
     "What blocks give, with padding and rows that see fewer; a row that sees nothing gives 0."
     g = torch.Generator().manual_seed(0)
     key, value = (
@@ -235,15 +235,22 @@ def test_few_tokens_of_a_mask_are_gathered(latent, recipe, monkeypatch):
         torch.rand(3, 1, 1, 600, generator=g)
         < torch.tensor([0.1, 0.02, 0])[:, None, None, None]
     )
-    found, own = [], attention._shown
-    watched = lambda *a: found.append(own(*a)) or found[-1]
-    monkeypatch.setattr(attention, "_shown", watched)
-    got = attention.attend(q, store, mask=mask, latent=latent)
-    assert found[0].shape == (3, int(mask.sum(-1).max()))
-    monkeypatch.setattr(attention, "_shown", lambda *a: None)
-    want = attention.attend(q, store, mask=mask, latent=latent)
-    torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-6)
+    found = []
+
+    class Watched(attention.Blocks):
+        def at(self, store, side, positions):
+            found.append(positions.shape)
+            return super().at(store, side, positions)
+
+    ask = lambda q, mask: attention.Reference(blocks=Watched()).run(
+        attention.Call.of(q, store, mask=mask, latent=latent)
+    )
+    got = ask(q, mask)
+    assert found == [(3, int(mask.sum(-1).max()))] * 2, "of keys and of values"
+    twice = ask(q.repeat(1, 1, 2, 1), mask.repeat(1, 1, 2, 1))
+    assert len(found) == 2, "two queries read all blocks"
+    torch.testing.assert_close(got.out, twice.out[:, :, :1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.lse, twice.lse[:, :, :1], rtol=1e-5, atol=1e-6)
     assert not got.out[2].any() and torch.isinf(got.lse[2]).all()
     few = store.key.memory.read_at(torch.tensor([[599, 0, 256], [3, 300, 301], [7, 7, 7]]))
     for row, at in enumerate([[599, 0, 256], [3, 300, 301], [7, 7, 7]]):

@@ -14,7 +14,8 @@ import triton.language as tl
 
 from tests.helpers import SLOW, ahead_of_time, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
-from turboquant_nb.cache.store import angles, append_by_host, first_mean, row_tensors, tables_of
+from turboquant_nb.cache.append import angles, append_by_host, first_mean
+from turboquant_nb.cache.store import row_tensors, tables_of
 from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack

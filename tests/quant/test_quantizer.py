@@ -890,15 +890,23 @@ def test_undecided_reaches_as_far_as_the_bound(rotation):
 
 
 def test_codes_by_head_take_as_many_heads():
-    """Axis -3 is that of heads, however many tokens there are. Mutant: the axis of tokens."""
-    code = HeadCodes((ScalarCode(lloyd_max(2), (2,) * 8), ScalarCode(uniform(2), (2,) * 8)))
-    x = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0))
-    got = code._each(lambda c, part: c.codebook.levels[:1] + part, x)
-    same(got[:, 0], lloyd_max(2).levels[:1] + x[:, 0])
-    same(got[:, 1], uniform(2).levels[:1] + x[:, 1])
+    """Each head gets what its own table gives, in blocks of any size; axis -3 is that of heads,
+    however many tokens there are. Mutant: the axis of tokens."""
+    books = lloyd_max(2), uniform(2)
+    code = HeadCodes(tuple(ScalarCode(book, (2,) * 8) for book in books))
+    q, g = Quantizer(Spec(2), 8, codebook=code), torch.Generator().manual_seed(0)
+    x, mean = torch.randn(3, 2, 5, 8, generator=g), torch.randn(3, 2, 1, 8, generator=g)
+    for block in (None, 7):
+        got = encode(q, x, mean, block=block)
+        for head, book in enumerate(books):
+            own = Quantizer(Spec(2), 8, codebook=book)
+            want = encode(own, x[:, head], mean[:, head])
+            same(got.codes[:, head], want.codes)
+            same(got.scale[:, head], want.scale)
+            same(q.decode_rotated(got)[:, head], own.decode_rotated(want))
     for wrong in (x[:, :1], x[:, [0, 0, 0], :2], x[0, 0], x[0, :, 0]):
         with pytest.raises(ValueError, match=r"codes of 2 heads take \[..., 2, n, 8\], got"):
-            code._each(lambda c, part: part, wrong)
+            encode(q, wrong)
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,7 @@ def test_an_engine_is_prepared_for_its_own_pages(window, monkeypatch):
     impl.config, impl.window, impl.firsts = config, window, 0 if window else config.sinks
     impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = G * H, H, D, D**-0.5
     impl.softcap, impl.logits, impl.drafts, impl.requests = None, None, 0, 4
+    impl.sizes = D, D
     impl._make("layer", torch.device("cpu"), torch.bfloat16, 64)
     own = config.recent_block(128, D, 2)
     assert near and {x.shape[2] - impl.firsts for x in near} == {own}

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .store import KVStore, angles
+from .append import angles
+from .store import KVStore
 from ..theory.centre import Terms
 
 # %% ../../nbs/32_attention.ipynb #43bd0f14
@@ -303,47 +304,60 @@ class _Sight:
         since = (at - self.recent + 1).clamp(min=since)
         return self._rows(store.ranges.is_exact(positions, sinks, since))
 
+    def shown(self, end: int) -> Tensor | None:
+        """Positions [B, K] below `end` that the mask shows to one query, where these are a
+        quarter of all at most, and single codes can be read; None: all are read."""
+        store, parts = self.store, self.store.parts
+        if self.mask is None or self.tokens > 1 or store.clock.by_device:
+            return None
+        if store.key.q.centre.rotates or torch.compiler.is_compiling():
+            return None
+        if any(x.q.code.extras or x.memory.truncated_tiles for x in parts):
+            return None
+        seen = self.mask.any(1)[:, 0, : end - self.first]
+        most = int(seen.sum(-1).max()) if seen.numel() else 0  # a GPU is waited for here
+        if not most or 4 * most > seen.shape[1]:
+            return None
+        at = seen.int().topk(most).indices.sort(-1).values + self.first
+        return at.expand(store.batch, -1)
 
-def _coded_scores(call: Call, query: _Query, read: dict, product) -> Tensor:
-    "Of the vectors that `Blocks.vectors` gave for each side, without what centring took out."
+
+def _coded_blocks(sight: _Sight, blocks: Blocks, size: int, end: int):
+    """Coded tokens below `end`, so many at a time: (positions [B|1, T], what `blocks` read of
+    each side, angles [B, 1, T, r] of these positions where a mean rotates, else None)."""
+    store, sides = sight.store, ("key", "value")
+    if (shown := sight.shown(end)) is not None:
+        yield shown, {x: blocks.at(store, x, shown) for x in sides}, None
+        return
+    rotates = store.key.q.centre.rotates
+    for lo in range(sight.begin, end, size):
+        hi = min(lo + size, end)
+        read = {x: blocks.vectors(store, x, lo, hi) for x in sides}
+        rows = angles(store, lo, hi) if rotates else None
+        yield torch.arange(lo, hi, device=store.device)[None], read, rows
+
+
+def _coded_scores(query: _Query, rule: Rule, read: dict, rows, product) -> Tensor:
+    """Scores of coded tokens: levels times the rotated query, the scale of each token, and what
+    centring took out."""
     out = None
-    for side, rotated in zip(call.rule.key_sides, (query.rotated, query.beside)):
+    for side, rotated in zip(rule.key_sides, (query.rotated, query.beside)):
         x, scale = read[side]
         scores = product(rotated, x.mT)
         scores = scores if scale is None else scores * scale.unsqueeze(-2)
         out = scores if out is None else out + scores
-    return out
+    return query.terms.scores(rows) + out
 
 
-def _shown(call: Call, query: _Query, sight: _Sight, end: int) -> Tensor | None:
-    """Positions [B, K] of the codes that a mask shows to one query, where these are a quarter
-    of all at most; None: all are read."""
-    store, parts = sight.store, sight.store.parts
-    if call.mask is None or sight.tokens > 1 or store.clock.by_device:
-        return None
-    if query.terms.coefficients is not None or torch.compiler.is_compiling():
-        return None
-    if any(x.q.code.extras or x.memory.truncated_tiles for x in parts):
-        return None
-    seen = call.mask.any(1)[:, 0, : end - sight.first]
-    most = int(seen.sum(-1).max()) if seen.numel() else 0  # a GPU is waited for here
-    if not most or 4 * most > seen.shape[1]:
-        return None
-    at = seen.int().topk(most).indices.sort(-1).values + sight.first
-    return at.expand(store.batch, -1)
-
-
-def _add_coded(soft: _Softmax, query: _Query, call: Call, sight: _Sight, blocks, block: int):
-    """Coded tokens in blocks: levels times the rotated query, then the scale of each token.
-    Exact tokens are left out."""
-    store = sight.store
+def _add_coded(soft: _Softmax, query: _Query, sight: _Sight, blocks: Blocks, size: int):
+    "Coded tokens, block by block, without those that are read exactly."
+    store, rule = sight.store, sight.rule
     # with `recent`, some rows read the chunk's codes
     last = sight.past if sight.recent is None else store.clock.now(store)
     end = store.clock.bound(store) if store.clock.by_device else last
-
-    def add(positions, read, shift):
+    for positions, read, rows in _coded_blocks(sight, blocks, size, end):
         seen = sight.visible(positions) & ~sight.exact(positions)
-        v, v_scale = read[call.rule.value_side]
+        v, v_scale = read[rule.value_side]
         if store.clock.by_device:  # what lies beyond the length may be anything
             held = positions < last
             seen = seen & held[:, None, None, :]
@@ -351,18 +365,9 @@ def _add_coded(soft: _Softmax, query: _Query, call: Call, sight: _Sight, blocks,
                 v = v.where(held[:, None, :, None], 0)
             else:
                 v_scale = v_scale.where(held[:, None], 0)
-        scores = shift + _coded_scores(call, query, read, blocks.product)
-        scores = _masked(scores, seen, sight.rule.softcap, sight.bias(positions))
+        scores = _coded_scores(query, rule, read, rows, blocks.product)
+        scores = _masked(scores, seen, rule.softcap, sight.bias(positions))
         soft.add_coded(scores, v, v_scale, blocks.product)
-
-    shift, coefficients = query.terms.shift, query.terms.coefficients
-    if (shown := _shown(call, query, sight, end)) is not None:
-        return add(shown, {x: blocks.at(store, x, shown) for x in ("key", "value")}, shift)
-    for lo in range(sight.begin, end, block):
-        hi = min(lo + block, end)
-        read = {x: blocks.vectors(store, x, lo, hi) for x in ("key", "value")}
-        turned = 0 if coefficients is None else coefficients @ angles(store, lo, hi).float().mT
-        add(torch.arange(lo, hi, device=store.device)[None], read, shift + turned)
 
 # %% ../../nbs/32_attention.ipynb #04366c1c
 def _add_exact(soft, query, sight, k, v, positions, before=math.inf):
@@ -468,7 +473,7 @@ class Reference(Backend):
         groups = q.shape[1] // store.heads
         sight = _Sight(store, rule, n, groups, mask, first, past, recent, bias)
         soft = _Softmax(query.plain.shape[:3], q.device, rule.sizes(store)[1])
-        _add_coded(soft, query, call, sight, self.blocks, self.block_of(store))
+        _add_coded(soft, query, sight, self.blocks, self.block_of(store))
         exact, positions = {}, None
         for side in ("key", "value"):
             exact[side], positions = store.exact(side)

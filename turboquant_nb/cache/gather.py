@@ -19,7 +19,10 @@ from .. import checks
 from . import attention
 from .attention import Answer, Backend, Call, check_call
 from .packing import SLOT, TILE, WIDTHS, Layout
-from .store import KVStore, Part, Ranges, angles
+from .append import angles
+from .exact import Ranges
+from .memory import Part
+from .store import KVStore
 from ..theory.codebook import Codebook
 
 # %% ../../nbs/33_gather.ipynb #33a0000c

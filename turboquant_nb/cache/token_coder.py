@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from .packing import SLOT, WIDTHS, Layout
-from .store import KVStore, Part, _plain, angles, make_room
+from .append import angles, make_room
+from .exact import _plain
+from .memory import Part
+from .store import KVStore
 from ..quant.quantizer import Quantizer
 from ..theory.rope import apply_cos_sin
 

@@ -90,7 +90,7 @@ def observing(
     "A hook: exact attention over the keys and values that an observer gives back."
 
     def attend(call: AttentionCall) -> Tensor:
-        with _no_autocast(call.key):
+        with _no_autocast(call.key.device):
             key, value = observe(call)
         return exact_attention(call._replace(key=key, value=value))
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..cache.codec import CODES, END, LAYER, STATE, Writer, expand, opened, squeeze
+from ..cache.codec import CODES, END, LAYER, STATE, Writer, opened
+from ..cache.rows import expand, squeeze
 from .fit import _check_ids, observed, provenance
 from ..files import Saved, beside, digest, parse_header, read_file, write_file
 from ..hf import ModelInfo, TurboQuantCache

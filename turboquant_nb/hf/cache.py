@@ -162,7 +162,7 @@ def _listen_to_passes(model) -> None:
 
 # %% ../../nbs/51_cache.ipynb #78ab00d4
 class _EagerSteps:
-    "Leaves decoding steps as they are; `hf.graphs` has the runner that replays them."
+    "Leaves decoding steps as they are; `hf.runner` has the one that replays them."
 
     wanted = False
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .graphs import StepRunner
+from .runner import StepRunner
 from .hooks import Instead
 
 # %% ../../nbs/53b_compiled.ipynb #53b00009

@@ -35,7 +35,8 @@ from turboquant_nb.cache.clock import (
 )
 from ..cache.exact import _plain
 from ..cache.memory import _coder
-from ..cache.store import KVStore, _encoded, append_by_host, first_mean, make_room
+from ..cache.append import _encoded, append_by_host, first_mean, make_room
+from ..cache.store import KVStore
 
 try:
     import triton

@@ -167,6 +167,8 @@ def _row_shift(q, M, D: gl.constexpr, ok, G: gl.constexpr):
         "own",
         "offset",
         "sliding_window",
+        "page_stride",
+        "requests",
     ]
 )
 def _fragment_kernel(
@@ -191,6 +193,12 @@ def _fragment_kernel(
     END,
     LENGTH,
     each_length,
+    PAGES,
+    page_stride,
+    block_stride,
+    head_stride,
+    WORK,
+    requests,
     O,
     LSE,
     heads,
@@ -218,6 +226,10 @@ def _fragment_kernel(
     CAPPED: gl.constexpr,
     CENTRED: gl.constexpr,
     CENTRED_R: gl.constexpr,
+    KA: gl.constexpr,
+    VA: gl.constexpr,
+    PAGED: gl.constexpr,
+    LISTED: gl.constexpr,
     G: gl.constexpr,
 ):
     """`_latent_kernel` for latents of 256 or 512 channels and rotary parts of 64: each warp
@@ -237,8 +249,17 @@ def _fragment_kernel(
     LO: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, mma))
     pid = gl.program_id(0)
     split, base = pid % splits, pid // splits
+    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+        split, base = pid // (heads * blocks), pid % (heads * blocks)
+        pid = base * splits + split
     bh, block = base // blocks, base % blocks
     b, h = bh // heads, bh % heads
+    nobody = b < 0
+    if LISTED:
+        b = gl.load(WORK + requests + 2 + split)
+        nobody = b < 0
+        b = gl.maximum(b, 0)
+        bh, split = b * heads + h, split - gl.load(WORK + 1 + b)
     if HAS_LENGTH:
         length = gl.load(LENGTH + b * each_length)
     j = block * Q + gl.arange(0, Q, layout=LH)
@@ -305,6 +326,9 @@ def _fragment_kernel(
     first = (lowest - offset) // (4 * R)
     count = U * gl.maximum((highest - offset + 4 * R - 1) // (4 * R) - first, 0)
     begin, end = split * count // splits, (split + 1) * count // splits
+    if LISTED:
+        each = U * gl.load(WORK)
+        begin, end = split * each, gl.minimum((split + 1) * each, gl.where(nobody, 0, count))
     # where bytes lie: keys [W, channels, rows], values [W, rows, channels], rotary parts
     kw = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LK)))[:, None, None]
     kc = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LK)))[None, :, None]
@@ -323,22 +347,30 @@ def _fragment_kernel(
     t, tp = t // 16 * R + t % 16, tp // 16 * R + tp % 16
     for i in range(first * U + begin, first * U + end):
         tile, row = i // U, i % U * 16
-        slot = bh.to(gl.int64) * cap + tile
+        slot, k0, k1, k2, k_scale = bh.to(gl.int64) * cap + tile, K0, K1, K2, KSCALE
+        v0, v1, v2, v_scale = V0, V1, V2, VSCALE
+        if PAGED:  # all that a head has of a block lies together
+            page = gl.load(PAGES + b.to(gl.int64) * page_stride + tile).to(gl.int64)
+            cell = page * block_stride + h.to(gl.int64) * head_stride
+            slot, k0, k1, k2 = slot * 0, K0 + cell + KA[0], K0 + cell + KA[1], K0 + cell + KA[2]
+            v0, v1, v2 = K0 + cell + VA[0], K0 + cell + VA[1], K0 + cell + VA[2]
+            k_scale = KSCALE + cell // 2 + KA[3] // 2
+            v_scale = KSCALE + cell // 2 + VA[3] // 2
         token = t + row
         pos = offset + tile * (4 * R) + token
         seen = (pos >= lowest) & (pos < highest)
-        ks = gl.load(KSCALE + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
-        vs = gl.load(VSCALE + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
+        ks = gl.load(k_scale + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
+        vs = gl.load(v_scale + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
         c0, c1, p1, p2 = _plane_bytes(
-            K0, K1, K2, k_base + row * D, D // 2, k_bit + row * (D // 2), slot, R * D, G.KB
+            k0, k1, k2, k_base + row * D, D // 2, k_bit + row * (D // 2), slot, R * D, G.KB
         )
         e0, e1, f1, f2 = _plane_bytes(
-            V0, V1, V2, r_base + row, 32 * R, r_base + row, slot, R * 64, G.VB
+            v0, v1, v2, r_base + row, 32 * R, r_base + row, slot, R * 64, G.VB
         )
         wider = gl.maximum(unit, gl.max(gl.where(ks == ks, gl.abs(ks), 0.0), 0))
         safe = gl.where(wider > 0, wider, 1.0)
-        k0, k1 = gl.split(gl.permute(gl.reshape(ks, [2, 32]), [1, 0]))
-        v0, v1 = gl.split(gl.permute(gl.reshape(vs, [2, 32]), [1, 0]))
+        ks0, ks1 = gl.split(gl.permute(gl.reshape(ks, [2, 32]), [1, 0]))
+        vs0, vs1 = gl.split(gl.permute(gl.reshape(vs, [2, 32]), [1, 0]))
         for pair in gl.static_range(2):
             q0, q1, r0 = shared_q0.load(A), shared_q1.load(A), shared_r.load(A)
             a0, a1, b0, b1 = _four(c0, c1, p1, p2, tables, G.KB, False, 2 * pair)
@@ -349,12 +381,12 @@ def _fragment_kernel(
             g0, g1, h0, h1 = _four(e0, e1, f1, f2, table_r, G.VB, False, 2 * pair)
             z0 = mma_v2(r0, _rotary_operand(g0, h0, G, mma), below_r)
             z1 = mma_v2(r0, _rotary_operand(g1, h1, G, mma), below_r)
-            kt = gl.convert_layout(k1 if pair else k0, L3T)[None, :][None, :, :]
-            vt = gl.convert_layout(v1 if pair else v0, L3T)[None, :][None, :, :]
+            kt = gl.convert_layout(ks1 if pair else ks0, L3T)[None, :][None, :, :]
+            vt = gl.convert_layout(vs1 if pair else vs0, L3T)[None, :][None, :, :]
             both = _by_token(s0, s1, G) * kt + _by_token(z0, z1, G) * vt
             shared_s.slice(32 * pair, 32, 2).store(both)
         x0, x1, y1, y2 = _plane_bytes(  # the same bytes, most of them in the L1 cache now
-            K0, K1, K2, v_base + row * D, D // 2, v_bit + row * (D // 2), slot, R * D, G.KB
+            k0, k1, k2, v_base + row * D, D // 2, v_bit + row * (D // 2), slot, R * D, G.KB
         )
         # from here on a warp has the tokens of one quarter, of all channels
         s = gl.sum(shared_s.load(G.LP), 0) * factor[:, None] + shift[:, None]
@@ -365,7 +397,7 @@ def _fragment_kernel(
         token = tp + row
         pos = offset + tile * (4 * R) + token
         seen = (pos >= lowest) & (pos < highest)
-        ks = gl.load(KSCALE + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
+        ks = gl.load(k_scale + slot * (4 * R) + token, mask=seen, other=0.0).to(gl.float32)
         visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
         s = gl.where(visible, s, -1e30)
         new = gl.maximum(m, gl.max(s, 1))

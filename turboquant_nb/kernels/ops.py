@@ -17,7 +17,8 @@ from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, with_sinks
 from . import blocks, cpu, encode, latents, launch
 from . import viterbi  # noqa: F401 (importing registers it)
-from ..cache.store import KVStore, append_by_host
+from ..cache.append import append_by_host
+from ..cache.store import KVStore
 
 # %% ../../nbs/46_ops.ipynb #3bdce418
 BLOCK = 2**24  # keys decoded at a time for a long chunk, counted in channels

@@ -24,7 +24,7 @@ from .. import checks
 from ..theory.centre import CENTRES, Centre
 from ..theory.codebook import Codebook, uniform, lloyd_max
 from ..theory.rates import MixedCodebook, truncate
-from ..theory.rotation import Transform, make_rotation
+from ..theory.rotation import Transform
 from ..theory.transforms import find_transform, transform_class
 
 # %% ../../nbs/20_quantizer.ipynb #63d17d47
@@ -371,7 +371,7 @@ class Code:
         raise NotImplementedError
 
     def residual(self, error: Tensor) -> dict:
-        "What is kept of the error [n, d] that symbols and their stored scale leave: `extras`."
+        "What is kept of the error [..., d] of symbols and their stored scale: `extras`."
         return {}
 
     def decode(self, coded: Coded, check_range: bool = False) -> Tensor:  # [..., d] fp32
@@ -657,11 +657,22 @@ def _store_scale(scale: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return scale.to(dtype)
 
 # %% ../../nbs/20_quantizer.ipynb #256e8bd4
-def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
-    """Codes and fp32 scale of a block [n, d]; a zero vector gets scale 0. Transforms per head:
-    see `_flat`."""
-    x = x if mean is None else x.float() - mean.float()
-    y = x.float() if q.rotation.per_head else q.rotation.apply(x)
+def _blocks(lead: torch.Size, block: int) -> list:
+    """Indices of tokens that hold about `block` vectors of [*lead, d]. Heads stay together, so
+    that what each has of its own finds them."""
+    if not lead:
+        return [()]
+    tokens = max(1, block * lead[-1] // max(1, lead.numel()))
+    return [(..., slice(i, i + tokens)) for i in range(0, lead[-1], tokens)]
+
+
+def _rotated(q: Quantizer, x: Tensor, mean: Tensor | None, row: tuple) -> Tensor:
+    "Vectors at an index, centred and rotated: fp32."
+    return q.rotation.apply(x[row] if mean is None else x[row].float() - mean[row].float())
+
+
+def _encode_block(q: Quantizer, y: Tensor):
+    "Codes and fp32 scale of centred and rotated vectors; a zero vector gets scale 0."
     power = torch.linalg.vector_norm(y, dim=-1).square()
     unit = (power / q.d).sqrt()
     u = y / unit.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
@@ -679,35 +690,20 @@ def _encode_block(q: Quantizer, x: Tensor, mean: Tensor | None):
     return codes, scale.where(power.isfinite(), float("inf"))  # refused by `_store_scale`
 
 
-def _flat(q: Quantizer, x: Tensor, mean: Tensor | None) -> tuple:
-    """x and its mean, if it has one, as rows [n, d]; what a head's own matrix does is done
-    before."""
-    if q.rotation.per_head:
-        x, mean = q.rotation.apply(x if mean is None else x.float() - mean.float()), None
-    return x.reshape(-1, q.d), None if mean is None else mean.reshape(-1, q.d)
-
-
 def code_rows(
-    q: Quantizer, x: Tensor, mean: Tensor | None, block: int | None = None
+    q: Quantizer,
+    x: Tensor,
+    mean: Tensor | None,  # in the shape of x
+    block: int | None = None,  # vectors at a time
 ) -> tuple:  # (codes [..., d], fp32 scale [...])
-    "Codes and scales of vectors [..., d], whatever they hold; a head's own code codes its own."
-    if q.code.heads:
-        y, flat = q.rotation.apply(x if mean is None else x.float() - mean.float()), copy(q)
-        flat.rotation = make_rotation("identity", q.d).to(q.device)
-        heads = zip(q.code.heads, y.unbind(-3))
-        coded = [code_rows(flat.with_code(code), part, None, block) for code, part in heads]
-        codes, scale = zip(*coded)
-        return torch.stack(codes, -3), torch.stack(scale, -2)
-    flat, means = _flat(q, x, mean)
-    block = block or (4096 if x.device.type == "cpu" else 1 << 16)
-    codes = torch.empty(flat.shape, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(len(flat), dtype=torch.float32, device=x.device)
-    for i in range(0, len(flat), block):
-        part = slice(i, i + block)
-        codes[part], scale[part] = _encode_block(
-            q, flat[part], None if means is None else means[part]
-        )
-    return codes.view(x.shape), scale.view(x.shape[:-1])
+    "Codes and scales of vectors [..., d], whatever they hold."
+    lead, block = x.shape[:-1], block or (4096 if x.device.type == "cpu" else 1 << 16)
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(lead, dtype=torch.float32, device=x.device)
+    for at in _blocks(lead, block):
+        row = (*at, slice(None))
+        codes[row], scale[at] = _encode_block(q, _rotated(q, x, mean, row))
+    return codes, scale
 
 
 def residual_rows(
@@ -715,19 +711,16 @@ def residual_rows(
 ) -> dict:
     """What the code keeps of the errors of vectors, coded with the scales as stored: bits
     [..., m] uint8 and fp32 numbers [...] by name."""
-    (flat, means), parts = _flat(q, x, mean), []
-    base = (q.code.levels(coded.codes) * coded.scale.float().unsqueeze(-1)).view(-1, q.d)
-    for i in range(0, len(flat), block):
-        part = slice(i, i + block)
-        x = flat[part] if means is None else flat[part].float() - means[part].float()
-        y = x.float() if q.rotation.per_head else q.rotation.apply(x)
-        parts.append(q.code.residual(y - base[part]))
-    out, lead = {}, coded.scale.shape
+    lead, out = x.shape[:-1], {}
     for name, bits, _ in q.code.extras:
-        kind = torch.uint8 if bits else torch.float32
-        none = flat.new_zeros((0, bits) if bits else (0,), dtype=kind)
-        found = torch.cat([none, *(part[name].to(kind) for part in parts)])
-        out[name] = found.view((*lead, bits) if bits else lead)
+        shape, kind = ((*lead, bits), torch.uint8) if bits else (lead, torch.float32)
+        out[name] = torch.empty(shape, dtype=kind, device=x.device)
+    for at in _blocks(lead, block):
+        row = (*at, slice(None))
+        base = q.code.levels(coded.codes[row]) * coded.scale[at].float().unsqueeze(-1)
+        kept = q.code.residual(_rotated(q, x, mean, row) - base)
+        for name, bits, _ in q.code.extras:
+            out[name][row if bits else at] = kept[name]
     return out
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..cache.codec import CODES, Reader, Writer, empty_state, encoded_size
-from ..cache.disk import state_of, store_of
+from ..cache.codec import CODES, Reader, Writer, encoded_size
+from ..cache.disk import empty_state, state_of, store_of
 from ..cache.packing import TILE
 from ..cache.store import KVStore
 from ..quant.quantizer import Recipe, as_recipe

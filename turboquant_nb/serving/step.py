@@ -254,20 +254,24 @@ class ServingConfig:
                 raise ValueError(f"{name} cannot be served: {why}")
         return CellLayout(key.bits, value.bits, d_key, d_value).bytes_per_token
 
-    def recent_block(self, tokens: int, d: int, itemsize: int) -> int:
+    def recent_block(
+        self, tokens: int, d: int, itemsize: int, d_value: int | None = None
+    ) -> int:
         """Recent tokens that fit into the page of a block of coded ones beside the first ones:
-        a power of two. itemsize: bytes of a number of the model. Raises ValueError where none
-        does."""
-        return recent_block(tokens * self.bytes_per_token(d), 2 * d, itemsize, self.sinks)
+        a power of two. itemsize: bytes of a number of the model; d_value: d if None. Raises
+        ValueError where none does."""
+        each = self.bytes_per_token(d, d_value)
+        return recent_block(tokens * each, d + (d_value or d), itemsize, self.sinks)
 
-    def recent_blocks(self, tokens: int, d: int, itemsize: int, step: int = 1) -> int:
+    def recent_blocks(
+        self, tokens: int, d: int, itemsize: int, step: int = 1, d_value: int | None = None
+    ) -> int:
         """Pages of recent tokens that a request holds at most in a step that brings it so many
         tokens."""
-        return (
-            -(-(self.recent + step) // self.recent_block(tokens, d, itemsize)) + 1
-            if self.recent
-            else 0
-        )
+        if not self.recent:
+            return 0
+        block = self.recent_block(tokens, d, itemsize, d_value)
+        return -(-(self.recent + step) // block) + 1
 
 # %% ../../nbs/76_serving.ipynb #76a0000e
 @dataclass(frozen=True)
@@ -458,6 +462,7 @@ class CodedAttention:
         self.plan = CellPlan(key, value, cell.tokens, center) if kernels else None
         self.codes = self.plan if kernels else codes
         self.query_heads, self.heads, self.rule, self.flash = query_heads, heads, rule, flash
+        self.d_query, self.d_out = cell.d_key, cell.d_value  # as the model has them
         self.signs = {}  # of `_signs`
 
     @property
@@ -532,7 +537,11 @@ class CodedAttention:
         }:
             q, k, v = (
                 torch.zeros(requests * each, h, d, dtype=dtype, device=device)
-                for h, d in ((self.query_heads, dk), (self.heads, dk), (self.heads, dv))
+                for h, d in (
+                    (self.query_heads, self.d_query),
+                    (self.heads, dk),
+                    (self.heads, dv),
+                )
             )
             table, lengths = (
                 (one[:, None] * 0).expand(requests, 1).contiguous(),
@@ -540,10 +549,12 @@ class CodedAttention:
             )
             exact = None if near is None else Recent(near, table, recent, sinks)
             memory = LayerMemory(cache, Workspace(device), (), exact)
-            out = torch.empty(requests * each, self.query_heads, dv, dtype=dtype, device=device)
+            out = torch.empty(
+                requests * each, self.query_heads, self.d_out, dtype=dtype, device=device
+            )
             self._decode(States(q, k, v), out, Requests(table, lengths), memory, {})
         own, lse = (
-            torch.zeros(1, self.query_heads, dv, dtype=dtype, device=device),
+            torch.zeros(1, self.query_heads, self.d_out, dtype=dtype, device=device),
             torch.zeros(self.query_heads, 1, device=device).T,
         )
         join_past(own, lse, self._unrotated(own, dtype)[0], lse)
@@ -585,11 +596,7 @@ class CodedAttention:
                 f"and a window of {window}"
             )
         if self.plan is None:
-            q, k, v = states.rows(slice(step.tokens))
-            requests, exact = Requests(step.table, step.lengths), Exact(k, v, recent)
-            out[: step.tokens] = attend_cells(
-                q, memory.cache, self.codes, requests, step.starts, exact, self.rule
-            )[0]
+            self._by_oracle(states.rows(slice(step.tokens)), out[: step.tokens], memory, step)
             return
         if n := step.decodes:
             rows, requests = slice(n * step.each), Requests(step.table[:n], step.lengths[:n])
@@ -604,6 +611,11 @@ class CodedAttention:
             out[rows] = own
         for run in _runs(step.chunks):  # one call for chunks that lie side by side
             self._attend_chunks(run, states, out, memory, step)
+
+    def _by_oracle(self, states: States, out: Tensor, memory: LayerMemory, step: Step) -> None:
+        requests, exact = Requests(step.table, step.lengths), Exact(*states[1:], memory.recent)
+        of = memory.cache, self.codes, requests, step.starts, exact, self.rule
+        out.copy_(attend_cells(states.q, *of)[0])
 
     def _decode(
         self,
@@ -625,6 +637,16 @@ class CodedAttention:
             Launching(work=work, early=early),
         )
 
+    def _dense(self, k: Tensor, v: Tensor) -> tuple:
+        "Exact states as an ordinary attention kernel takes them."
+        return k, v
+
+    def _piece(self, k: Tensor, v: Tensor) -> tuple:
+        "The same of the codes of a piece of a past, which are still rotated."
+        if self.rule.softcap is not None and self.codes.center is not None:
+            k += self.rotated_center.to(k.dtype)  # it caps whole scores
+        return k, v
+
     def _with_sinks(self, out: Tensor, lse: Tensor) -> None:  # [T, Hq, d_value], [T, Hq]
         "A learnt logit joins each head's softmax."
         if self.rule.sinks is not None:
@@ -638,7 +660,7 @@ class CodedAttention:
         q, k, v = states.rows(slice(first, last))
         keys, values, ends = self._exact(run, k, v, starts, recent, step)
         seen = Seen(starts, ends, left=None if window is None else window - 1)
-        own, lse = self.flash(q, keys, values, seen, self.rule.scaling, softcap)
+        own, lse = self.flash(q, *self._dense(keys, values), seen, self.rule.scaling, softcap)
         out[first:last] = own
         for c in run:
             begin, coded = 0, c.past
@@ -694,12 +716,9 @@ class CodedAttention:
             if seeing <= 0 or skip >= tokens:
                 continue
             past_cells(memory.cache, self.plan, table[begin // n :], tokens, k, v)
-            if softcap is not None and self.codes.center is not None:  # it caps whole scores
-                k[:tokens] += self.rotated_center.to(k.dtype)
             o, lse = self.flash(
                 rotated[:seeing],
-                k[skip:tokens],
-                v[skip:tokens],
+                *self._piece(k[skip:tokens], v[skip:tokens]),
                 Seen([0, seeing], [0, tokens - skip], False, left),
                 scaling * q_factor,
                 softcap,

@@ -7,7 +7,7 @@ __all__ = ['VERSIONS', 'BLOCKS', 'TIER', 'MOST', 'version_reason', 'version_rema
            'CodedWindowSpec', 'CodedSpec', 'Pages', 'Backend', 'Meta', 'Builder', 'recent_name', 'RecentMeta',
            'RecentBuilder', 'RecentBackend', 'RecentLayer', 'heads_of', 'workspace_floats', 'layer_reasons',
            'parallel_reasons', 'recent_reasons', 'room_reasons', 'mean_reasons', 'connector_reasons', 'wide_reasons',
-           'draft_reasons', 'Impl', 'register']
+           'draft_reasons', 'Impl', 'name_recent', 'register']
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00007
 import os
@@ -156,11 +156,12 @@ class Pages:
     @classmethod
     def of(cls, vllm_config) -> "Pages":
         "Of the layers that this process has made for an engine."
-        config, sizes = ServingConfig.of(options_of(vllm_config)), set()
+        sizes = set()
         for layer in vllm_config.compilation_config.static_forward_context.values():
             if _is_ours(layer):
                 d, d_value = layer.head_size, getattr(layer, "head_size_v", None)
-                sizes.add(layer.num_kv_heads * config.bytes_per_token(d, d_value))
+                cell = layer.attn_backend.cell_bytes(vllm_config, d, d_value)
+                sizes.add(layer.num_kv_heads * cell)
         return cls(vllm_config.cache_config.block_size, frozenset(sizes))
 
     def tokens_of(self, nbytes: int) -> int:
@@ -238,13 +239,6 @@ class Backend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_combination(cls, *args, use_mla=None, **more) -> str | None:
-        "Said beside vLLM's own reasons, which do not tell what serves a model instead."
-        if args[4] if use_mla is None else use_mla:
-            return "latents are served by TurboQuantCache in transformers alone"
-        return None
-
-    @classmethod
     def supports_kv_connector(cls) -> bool:
         return True  # which ones: `connector_reasons`
 
@@ -252,20 +246,22 @@ class Backend(AttentionBackend):
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False  # 0.33: steps are planned by lengths that the host knows
 
-    @staticmethod
+    @classmethod
+    def cell_bytes(cls, engine, head_size: int, head_size_v: int | None = None) -> int:
+        "Bytes of a token of one head of a layer, in an engine with this config."
+        return ServingConfig.of(options_of(engine)).bytes_per_token(head_size, head_size_v)
+
+    @classmethod
     def get_kv_cache_shape(
+        cls,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple:
-        return (
-            num_blocks,
-            num_kv_heads,
-            block_size,
-            _process_config().bytes_per_token(-(-head_size // 16) * 16),
-        )  # some probe with a head of size 1
+        d = -(-head_size // 16) * 16  # some probe with a head of size 1
+        return num_blocks, num_kv_heads, block_size, cls.cell_bytes(_engine_config(), d)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple:
@@ -279,9 +275,8 @@ class Backend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec):  # 0.28 and later
-        each = _process_config().bytes_per_token(
-            spec.head_size, getattr(spec, "head_size_v", None)
-        )
+        sizes = spec.head_size, getattr(spec, "head_size_v", None)
+        each = cls.cell_bytes(_engine_config(), *sizes)
         coded = replace(spec, dtype=torch.uint8, state_content_bytes=each)
         if spec.block_size == 1:  # the engine asks for the bytes of a token
             return coded
@@ -303,11 +298,6 @@ def _engine_config():
         raise ValueError("vLLM asked for the size of a page before it made a layer")
     return current
 
-
-def _process_config() -> ServingConfig:
-    "Ours in this process."
-    return ServingConfig.of(options_of(_engine_config()))
-
 # %% ../../nbs/reference/77_vllm.ipynb #77a00011
 @dataclass
 class Meta(AttentionMetadata):
@@ -315,6 +305,7 @@ class Meta(AttentionMetadata):
 
     step: Step
     slot_mapping: Tensor
+    num_decode_tokens: int = 0  # of latents, that vLLM is to absorb: we do
 
 
 class Builder(AttentionMetadataBuilder):
@@ -413,15 +404,17 @@ class RecentBackend(Backend):
     def supports_block_size(cls, block_size) -> bool:
         return True
 
-    @staticmethod
+    @classmethod
     def get_kv_cache_shape(
+        cls,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple:
-        cell, tokens = _process_config().bytes_per_token(-(-head_size // 16) * 16), block_size
+        d, tokens = -(-head_size // 16) * 16, block_size
+        cell = cls.cell_bytes(_engine_config(), d)
         if Backend.pages is not None:
             tokens = Backend.pages.tokens_of(num_kv_heads * cell)
         return num_blocks, num_kv_heads, block_size, tokens * cell // block_size
@@ -437,24 +430,27 @@ class RecentLayer(AttentionLayerBase):
     impl = kv_sharing_target_layer_name = None
 
     def __init__(self, owner):  # a layer of vLLM
-        self.layer_name, self.heads, self.d, self.dtype = (
+        self.layer_name, self.heads, self.d, self.dtype, self.sizes = (
             recent_name(owner.layer_name),
             owner.num_kv_heads,
             owner.head_size,
-            owner.dtype,
+            owner.impl.dtype,
+            owner.impl.sizes,
         )
         self.config, self.kv_cache = owner.impl.config, torch.tensor([])
+        self.backend = owner.impl.recent_backend
 
     def get_attn_backend(self):
-        return RecentBackend
+        return self.backend
 
     def get_kv_cache_spec(self, vllm_config):
         "A sliding window whose pages are those of codes, to the last byte."
         # vLLM overwrites its block size by the smallest of all groups soon afterwards
         Backend.pages = pages = Pages.of(vllm_config)
-        d, cell = self.d, self.config.bytes_per_token(self.d)
+        d, (d_key, d_value) = self.d, self.sizes
+        cell = self.config.bytes_per_token(d_key, d_value)
         tokens = pages.tokens_of(self.heads * cell)
-        block = self.config.recent_block(tokens, d, self.dtype.itemsize)
+        block = self.config.recent_block(tokens, d_key, self.dtype.itemsize, d_value)
         # vLLM's offloading stores ceil((window - 1) / block) pages and looks for ceil(window /
         # block): where these differ it would find none
         offloaded = vllm_config.kv_transfer_config is not None
@@ -486,9 +482,9 @@ def _shared_memory(
 
 
 @lru_cache(maxsize=8)
-def _quantizers(config: ServingConfig, d: int, device) -> tuple:
+def _quantizers(config: ServingConfig, d_key: int, d_value: int, device) -> tuple:
     "The same for all layers, where there is no calibration."
-    return *config.quantizers(d, d, device), None
+    return *config.quantizers(d_key, d_value, device), None
 
 
 def heads_of(rank: int, ranks: int, total: int) -> slice:
@@ -499,11 +495,11 @@ def heads_of(rank: int, ranks: int, total: int) -> slice:
     return slice(first, first + each)
 
 
-def _coders(config: ServingConfig, name: str, d: int, device) -> tuple:
+def _coders(config: ServingConfig, name: str, d: int, d_value: int, device) -> tuple:
     """What the layer of this name codes with: quantizers of keys and values, and the centre of
     this process's heads or None."""
     if config.calibration is None:
-        return _quantizers(config, d, device)
+        return _quantizers(config, d, d_value, device)
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -514,7 +510,7 @@ def _coders(config: ServingConfig, name: str, d: int, device) -> tuple:
     heads = heads_of(
         get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), total
     )
-    return config.calibrated(extract_layer_index(name), heads, d, d, device)
+    return config.calibrated(extract_layer_index(name), heads, d, d_value, device)
 
 
 def workspace_floats(
@@ -651,10 +647,12 @@ def recent_reasons(config, scheduler, parallel) -> list:
     ]
 
 
-def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
+def room_reasons(
+    config, tokens: int, d: int, itemsize: int, d_value: int | None = None
+) -> list:
     "Why pages of blocks of so many tokens have no room for recent and first ones."
     try:
-        config.recent_block(tokens, d, itemsize)
+        config.recent_block(tokens, d, itemsize, d_value)
     except ValueError as error:
         return [
             f"{config.recent} recent and {config.sinks} first tokens in blocks of {tokens}: "
@@ -730,6 +728,9 @@ def draft_reasons(speculative) -> list:
 class Impl(AttentionImpl):
     "One layer. Raises ValueError, with every reason, for what is not served."
 
+    recent_backend = RecentBackend
+    programs = 64  # of the kernel on codes, at most, of a multiprocessor
+
     def __init__(
         self,
         num_heads,
@@ -762,6 +763,8 @@ class Impl(AttentionImpl):
         if Backend.name == "CUSTOM":
             reasons += wide_reasons(head_size, sliding_window, logits_soft_cap)
         self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
+        self.dtype, self.sizes = current.model_config.dtype, self._sizes(head_size)
+        reasons += self._reasons(current)
         reasons += recent_reasons(
             self.config, current.scheduler_config, current.parallel_config
         )
@@ -769,12 +772,10 @@ class Impl(AttentionImpl):
             reasons += room_reasons(
                 self.config,
                 current.cache_config.block_size,
-                head_size,
-                current.model_config.dtype.itemsize,
+                self.sizes[0],
+                self.dtype.itemsize,
+                self.sizes[1],
             )
-        reasons += mean_reasons(self.config, current.model_config.hf_config)
-        if self.config.calibration is not None:
-            self.config.calibration.check(current.model_config.hf_config)
         if reasons:
             raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
@@ -800,20 +801,35 @@ class Impl(AttentionImpl):
             current.compilation_config.static_forward_context[self.shared].impl.now = ()
         self.engine, _made_last[:] = current, [weakref.ref(self)]
 
+    def _sizes(self, head_size: int) -> tuple:
+        "Channels of a key and of a value in a cell."
+        return head_size, head_size
+
+    def _reasons(self, current) -> list:
+        "Why layers of this kind are not served. Raises ValueError for another's calibration."
+        model = current.model_config.hf_config
+        if self.config.calibration is not None:
+            self.config.calibration.check(model)
+        return mean_reasons(self.config, model)
+
+    def _attention(self, codes: CellCodes, rule: Rule, gpu: bool) -> CodedAttention:
+        "What attends to codes."
+        flash = dense if not gpu else _wide_flash if self.head_size > 256 else _flash
+        return CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
+
     def _make(self, name: str, device, dtype, tokens: int) -> None:
         "The layer's tables, and memory that layers share."
-        gpu = device.type == "cuda"
-        key, value, center = _coders(self.config, name, self.head_size, device)
+        gpu, (d_key, d_value) = device.type == "cuda", self.sizes
+        key, value, center = _coders(self.config, name, d_key, d_value, device)
         codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
         rule = Rule(self.scale, self.window, self.softcap, sinks=self.logits)
-        flash = dense if not gpu else _wide_flash if self.head_size > 256 else _flash
-        self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
-        programs = 64 * device_properties(device).processors if gpu else 0
+        self.layer = self._attention(codes, rule, gpu)
+        programs = self.programs * device_properties(device).processors if gpu else 0
         group = self.num_heads // self.num_kv_heads
         floats = (
             max(
                 workspace_floats(
-                    self.requests, self.num_kv_heads, group, self.head_size, programs, m
+                    self.requests, self.num_kv_heads, group, max(self.sizes), programs, m
                 )
                 for m in (SHORT, 1 + self.drafts)
             )
@@ -823,13 +839,17 @@ class Impl(AttentionImpl):
         recent, page = self.config.recent, self._page_tokens()
         # pages are cut for first tokens too, also of a layer that keeps none
         block = (
-            self.config.recent_block(page, self.head_size, dtype.itemsize) if recent else None
+            self.config.recent_block(page, d_key, dtype.itemsize, d_value) if recent else None
         )
         self.layer.prepare(dtype, self.drafts, recent, self.firsts, page, block)
-        d, past = self.head_size, -(-self.config.past_tokens // 256) * 256
+        past = -(-self._past_tokens() // 256) * 256 if gpu else 0
         self.workspace, self.past = _shared_memory(
-            device, floats, past if gpu else 0, self.num_kv_heads, d, d, dtype
+            device, floats, past, self.num_kv_heads, d_key, d_value, dtype
         )
+
+    def _past_tokens(self) -> int:
+        "Of a chunk's past that are decoded at a time."
+        return self.config.past_tokens
 
     def _made(self, layer, states: Tensor, tokens: int) -> None:
         "Make them, unless they are there for blocks of so many tokens."
@@ -838,7 +858,7 @@ class Impl(AttentionImpl):
 
     def _page_tokens(self) -> int:
         "Coded tokens of a page of this layer."
-        each = self.num_kv_heads * self.config.bytes_per_token(self.head_size)
+        each = self.num_kv_heads * self.config.bytes_per_token(*self.sizes)
         return Backend.pages.tokens_of(each) if Backend.pages else self.blocks.block_size
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
@@ -865,7 +885,7 @@ class Impl(AttentionImpl):
         context, name = get_forward_context(), recent_name(self.shared or layer.layer_name)
         near = context.no_compile_layers[name]
         if self.near[0] is not near.kv_cache:
-            states = exact_states(near.kv_cache, self.firsts, 2 * near.d, near.dtype)
+            states = exact_states(near.kv_cache, self.firsts, sum(near.sizes), near.dtype)
             self.near = near.kv_cache, states
         return self.near[1], name, context
 
@@ -910,7 +930,7 @@ class Impl(AttentionImpl):
 
             self._made(layer, query, kv_cache.shape[2])
             key, value = get_forward_context().no_compile_layers[self.shared].impl.now
-        shaped = output.view(len(output), self.num_heads, self.head_size)
+        shaped = output.view(len(output), self.num_heads, self.layer.d_out)
         q, k, v = (
             query.view(len(query), self.num_heads, -1),
             key.view(len(key), self.num_kv_heads, -1),
@@ -945,9 +965,9 @@ def _spec_of_cells(old):
                 "sliding_window",
             )
         }
-        config = ServingConfig.of(options_of(vllm_config))
         kind = CodedWindowSpec if window else CodedSpec
-        each = config.bytes_per_token(spec.head_size, spec.head_size_v)
+        sizes = spec.head_size, spec.head_size_v
+        each = self.attn_backend.cell_bytes(vllm_config, *sizes)
         Backend.pages = Pages.of(vllm_config)
         told = Backend.pages.told(spec.num_kv_heads * each)
         return kind(**same | told, dtype=torch.uint8, cell_bytes=each)
@@ -956,16 +976,21 @@ def _spec_of_cells(old):
     return get_kv_cache_spec
 
 
+def name_recent(layer) -> None:
+    "Name the recent tokens of one of our layers to the engine."
+    if _is_ours(layer) and layer.impl.config.recent and not layer.impl.shared:
+        from vllm.config import get_current_vllm_config
+
+        layers = get_current_vllm_config().compilation_config.static_forward_context
+        layers[recent_name(layer.layer_name)] = RecentLayer(layer)
+
+
 def _with_recent(old):
     "`Attention.__init__`, which names a layer's recent tokens to the engine."
 
     def __init__(self, *args, **kwargs):
         old(self, *args, **kwargs)
-        if _is_ours(self) and self.impl.config.recent and not self.impl.shared:
-            from vllm.config import get_current_vllm_config
-
-            layers = get_current_vllm_config().compilation_config.static_forward_context
-            layers[recent_name(self.layer_name)] = RecentLayer(self)
+        name_recent(self)
 
     __init__.with_recent = True
     return __init__

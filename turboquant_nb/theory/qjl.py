@@ -149,7 +149,7 @@ def _check_vectors(x: Tensor, S: Tensor, name: str, *lead) -> Tensor:
 # %% ../../nbs/13_qjl.ipynb #77355746
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     "a @ b in float32, with autocast off."
-    with _no_autocast(a):
+    with _no_autocast(a.device):
         return a.float() @ b.float()
 
 

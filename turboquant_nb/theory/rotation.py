@@ -247,11 +247,11 @@ class Rotation(Transform):
         )
 
 # %% ../../nbs/11_rotation.ipynb #4e3df03d
-def _no_autocast(x: Tensor):
-    "A context in which products on the device of x keep float32."
+def _no_autocast(device: torch.device):
+    "A context in which products on a device keep float32."
     # is_autocast_available() would say it too, but torch.compile of PyTorch 2.11 cannot trace
     # it
-    kind = x.device.type
+    kind = device.type
     return (
         nullcontext()
         if kind == "meta" or not torch.is_autocast_enabled(kind)
@@ -265,7 +265,7 @@ def _times(x: Tensor, M: Tensor, rotation: Rotation, name: str) -> Tensor:
     checks.device(x, name, M.device, "the rotation")
     if rotation.kind == "identity":
         return x.to(torch.float32, copy=True)
-    with _no_autocast(x):
+    with _no_autocast(x.device):
         return x.to(torch.float32) @ M
 
 # %% ../../nbs/11_rotation.ipynb #1519a686

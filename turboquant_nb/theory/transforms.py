@@ -212,7 +212,7 @@ def _head_times(x: Tensor, matrix: Tensor) -> Tensor:
         raise ValueError(f"a transform of {heads} heads takes {want}, got {list(x.shape)}")
     if x.device != matrix.device:
         raise ValueError(f"x must be on {matrix.device} like the transform, got {x.device}")
-    with _no_autocast(x):
+    with _no_autocast(x.device):
         return x.float() @ matrix
 
 
