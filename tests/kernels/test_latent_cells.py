@@ -150,6 +150,19 @@ def test_a_kernel_that_decodes_less_at_once(gen, monkeypatch):
         check(*held, Exact(*own), work=work)
 
 
+def test_memory_of_the_caller(gen):
+    "Rows at another distance, and what stands between them stays."
+    plan, cache, requests, q, own = made(gen)
+    rule = Rule(scaling=0.15, latent=True)
+    want, lse = decode_latents(q, cache, plan, requests, Exact(*own), rule)
+    wide = torch.full((len(q), 6, 64), torch.nan, device=DEVICE)
+    room = Room(wide[:, 1:5, :48], torch.empty_like(lse))
+    got, _ = decode_latents(q, cache, plan, requests, Exact(*own), rule, room)
+    assert got.data_ptr() == wide[:, 1:5].data_ptr() and torch.equal(got, want)
+    assert torch.equal(room.lse, lse) and wide[:, [0, 5]].isnan().all()
+    assert wide[..., 48:].isnan().all()
+
+
 def test_a_wrong_scale_shows(gen):
     "The mutant: scales of rotary parts a tenth larger."
     plan, cache, requests, q, own = made(gen)

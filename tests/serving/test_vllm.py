@@ -176,6 +176,13 @@ def test_latents(part, tmp_path):
         assert seen["recent"] == seen["calls"] and seen["firsts"] > 1000, seen
 
 
+def test_drafts_of_latents(tmp_path):
+    "The same where the engine verifies drafts, with 24 exact recent tokens."
+    seen = run(tmp_path, "latents_drafts")
+    assert seen["worst"] < 1e-5 and not seen["miscoded"], seen
+    assert seen["drafted"] + seen["grouped"] > 5 and seen["latents"] == seen["calls"], seen
+
+
 def test_all_latents_recent(tmp_path):
     "A window as wide as the context gives the tokens of transformers' model."
     seen = run(tmp_path, "exact_latents")

@@ -1,5 +1,5 @@
-"""Steps of a layer of latents without an engine: kernels against the oracle, on equal codes, and
-what is refused."""
+"""Steps of a layer of latents without an engine: kernels against the oracle, on equal codes,
+and what is refused."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_reasons(monkeypatch):
 
 
 def test_bytes_of_latents_and_room_for_exact_ones():
-    "228 bytes a token at 3 and 4 bits; a page of 64 tokens has room for 8 exact ones in 16 bits."
+    "228 bytes a token at 3 and 4 bits; 64 of a page have room for 8 exact ones in 16 bits."
     config = ServingConfig(Recipe(Spec(3), Spec(4)), recent=16, sinks=4)
     assert config.bytes_per_token(512, 64) == 228
     assert (

@@ -1,5 +1,5 @@
-"""How far a query and keys walk through the package, as scripts/tools/count_calls.py counts it: a
-function more on the way to a score is one more that a reader has to know."""
+"""How far a query and keys walk through the package, as scripts/tools/count_calls.py counts it:
+a function more on the way to a score is one more that a reader has to know."""
 
 import count_calls
 

@@ -75,7 +75,9 @@ class _Asked:
             got = f"got {self.margin:g} and {self.discordance:g}"
             raise Usage(f"--margin must be above 0 and at most --discordance, at most 1; {got}")
         if self.text and _AGREEMENT not in self.tasks:
-            raise Usage(f"--text is for the task {_AGREEMENT}, got --tasks {' '.join(self.tasks)}")
+            raise Usage(
+                f"--text is for the task {_AGREEMENT}, got --tasks {' '.join(self.tasks)}"
+            )
         read_texts(self.text)
         with at_fault(FileNotFoundError, where="--data: "):
             for task in self.asked():

@@ -71,6 +71,7 @@ class CellPlan(CellCodes):
         ]  # (RotationOperand, table) each
         self.by_window = tuple(q.code if q.code.windows else None for q in (key, value))
         self.chained = any(self.by_window)  # their symbols are searched
+        self.memo = {}  # what later chapters work out of this plan once
         self.rotated_center = None
         if center is not None:
             self.center = center.to(self.device, torch.float32).contiguous()

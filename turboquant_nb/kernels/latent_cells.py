@@ -37,6 +37,12 @@ from .launch import tensor_core_reason
 # %% ../../nbs/45cb_latent_cells.ipynb #45cb0011
 def latent_reason(plan: CellPlan) -> str:
     "Why the kernels for latents cannot read cells; empty if they can."
+    if "latent reason" not in plan.memo:
+        plan.memo["latent reason"] = _reason(plan)
+    return plan.memo["latent reason"]
+
+
+def _reason(plan: CellPlan) -> str:
     sides = ("latents", 512, plan.key), ("rotary parts", 128, plan.value)
     if why := "; ".join(filter(None, (side_reason(*side) for side in sides))):
         return why
@@ -49,11 +55,12 @@ def latent_reason(plan: CellPlan) -> str:
 
 def _bases(plan: CellPlan) -> Bases:
     "Both sides as the kernels take them."
-    cell = plan.cell
-    matrices = tuple(q.rotation.matrix for q in (plan.key, plan.value))
-    return Bases(
-        (cell.d_key, cell.d_value), (cell.key_bits, cell.value_bits), matrices, plan.tables
-    )
+    if "latent bases" not in plan.memo:
+        cell, both = plan.cell, (plan.key, plan.value)
+        sizes, bits = (cell.d_key, cell.d_value), (cell.key_bits, cell.value_bits)
+        matrices = tuple(q.rotation.matrix for q in both)
+        plan.memo["latent bases"] = Bases(sizes, bits, matrices, plan.tables)
+    return plan.memo["latent bases"]
 
 
 def _launch(form, call: CellCall, way: Way, cut, named: dict, early: bool) -> None:
@@ -91,7 +98,10 @@ def decode_latents(
     form = form_of(d, dr, q.dtype, plan.device)
 
     def turned(out, near, rest):
-        rotate_back(out, near, rest, plan.key.rotation.matrix)
+        dense = out if out.is_contiguous() else torch.empty_like(near, dtype=out.dtype)
+        rotate_back(dense, near, rest, plan.key.rotation.matrix)
+        if dense is not out:
+            out.copy_(dense)
 
     programs = form.programs * gpu.processors
     way = Way(partial(_launch, form), form.rows, programs, plan.cell.tokens, turned)

@@ -97,7 +97,7 @@ class CodedLatents(CodedAttention):
         return out, 1.0
 
 # %% ../../nbs/reference/77c_vllm_latents.ipynb #77c20002
-ON_GPU = False  # are latents served on a GPU? Their kernels on cells have yet to run there
+ON_GPU = False  # their kernels ran right on one (results/latents/cells-h100.log), no engine yet
 
 
 def gpu_reason() -> str:
