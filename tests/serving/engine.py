@@ -855,7 +855,7 @@ def one_of_folder(
     if processes > 1:
         more |= dict(tensor_parallel_size=processes, distributed_executor_backend="mp")
     if shared:
-        more["kv_transfer_config"] = transfer_config(shared, 1 << 27, **tier)
+        more["kv_transfer_config"] = transfer_config(shared, 1 << 25, **tier)
     heard = logging.Handler()
     heard.emit = lambda record: log.append(record.getMessage())
     _log.handlers = [heard]
@@ -869,6 +869,10 @@ def one_of_folder(
     llm = engine(
         llama(folder / f"llama{seed}", seed), 1000, dict(recent=24, sinks=4) | dict(of), **more
     )
+    if shared:  # both sides have it open, and what is made here vLLM does not remove
+        name = llm.llm_engine.vllm_config.kv_transfer_config.engine_id
+        for file in Path("/dev/shm").glob(f"vllm_offload_{name}*"):
+            file.unlink()
     prompts, said, cached = random_prompts(130, 200, 330), [], []
     prompts.append(prompts[2][:150] + prompts[1][:20])  # parts from another within a block
     for _ in range(turns):
