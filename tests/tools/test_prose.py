@@ -30,7 +30,6 @@ ELSEWHERE = {
     "77b_folder": {"0.26", "0.33"},  # versions
     "80b_offload": {"9.6", "7.7", "5.4", "4.25", "4.3"},  # settings, rates, what is left
     "85_vector_search": {".016", ".018"},  # a bound, of two rows
-    "90_speed": {"115.8", "137.2"},  # a draft run of tune.py, named as one
     "93_proteins": {".964", "2.07", "1.2"},  # TurboESM's; a law of TurboESM's
     "94_images": {"3.76", "4.6", "2.1"},  # Molmo2's sizes; a version
     "95_choices": {"19.48", "13.60", "12.94"},  # the MLX reproduction's
