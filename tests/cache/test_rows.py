@@ -1,6 +1,7 @@
 "Rows of bytes by tables that the data pay for."
 
 import numpy as np
+import pytest
 
 from turboquant_nb.cache import rows
 
@@ -23,3 +24,13 @@ def test_rows_are_squeezed_only_where_that_saves_bytes():
         assert rows.squeeze(x, len(data) + 1) == data
     noise = g.integers(0, 256, (4, 50), dtype=np.uint8)
     assert rows.squeeze(noise, noise.size) is None
+
+
+def test_squeezed_rows_that_were_cut_are_refused():
+    "Wherever the cut is: in the head, the tables, their numbers, the lengths or a stream."
+    x = np.repeat(np.arange(8, dtype=np.uint8), 8)[:, None].repeat(600, 1)
+    data = rows.squeeze(x, x.size)
+    assert data[2] > 0, "several tables, so that rows name theirs"
+    for end in range(len(data)):
+        with pytest.raises(ValueError):
+            rows.expand(data[:end], *x.shape)

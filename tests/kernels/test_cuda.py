@@ -912,8 +912,8 @@ def check_moved(found, way):
 
 
 def test_a_cache_goes_to_another_process_of_the_same_gpu():
-    """By a handle of its memory; one whose process is killed, or stops, is an error within a
-    second."""
+    """By a handle of its memory; one whose process is killed, or stops, is an error soon
+    after its patience of a second."""
     check_moved(moved_between("gloo", (0, 0)), "ipc")
 
 

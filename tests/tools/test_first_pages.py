@@ -279,6 +279,19 @@ def questions():
     )
 
 
+def usual_trade():
+    "As page 97b prints it, which is held to its files by scripts/tools/test_notebooks.py."
+    page = json.loads((ROOT / "nbs/measured/97b_agreement.ipynb").read_text(encoding="utf-8"))
+    told = "".join(
+        x for c in page["cells"] for o in c.get("outputs", []) for x in o.get("text", "")
+    )
+    said = r"^(\S+B): of (\S+) questions k3v3 changes \d+ and loses (-?\d+) net"
+    found = re.findall(said, told, re.M)
+    assert [model for model, *_ in found] == ["1.5B", "0.5B"]
+    n = sum(int(n.replace(",", "")) for _, n, _ in found)
+    yield f"{sum(int(net) for *_, net in found)} of {n:,} answers of two models, net"
+
+
 def by_hand():
     ratios = (
         one("generate/h200", cache="turboquant", recipe="k3v3", **step)["tokens_s"]
@@ -372,6 +385,7 @@ MEASURED = (
     proteins,
     long_contexts,
     questions,
+    usual_trade,
     by_hand,
     speed,
     moved,

@@ -87,7 +87,7 @@ def squeeze(
 
 def expand(data: bytes, rows: int, symbols: int) -> np.ndarray:  # [rows, symbols] uint8
     "The inverse of `squeeze`. Raises ValueError for data that is something else."
-    low, n, k = struct.unpack_from("<3B", data)
+    low, n, k = np.frombuffer(data, np.uint8, 3).tolist()
     n, k, at = n + 2, k + 1, 3
     tables = np.frombuffer(data, "<u2", k * n, at).reshape(k, n)
     at += 2 * k * n
@@ -96,7 +96,7 @@ def expand(data: bytes, rows: int, symbols: int) -> np.ndarray:  # [rows, symbol
         which, at = np.frombuffer(data, np.uint8, rows, at), at + rows
     if which.max() >= k:
         raise ValueError(f"there are {k} tables, a row asks for number {which.max()}")
-    sizes = struct.unpack_from(f"<{k}I", data, at)
+    sizes = np.frombuffer(data, "<u4", k, at).tolist()
     at += 4 * k
     if at + sum(sizes) != len(data):
         raise ValueError(f"streams must end with {len(data)} bytes, got {at + sum(sizes)}")

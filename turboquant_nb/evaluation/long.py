@@ -467,7 +467,7 @@ def as_tokens(rows: list, model) -> Tensor:
 @torch.no_grad()
 def agreement(
     model,
-    ids: Tensor,  # [n, L] from `own_text`
+    ids: Tensor,  # [n, L] from `own_text` or `text_windows`
     candidates: list,  # of Candidate
     prompt: int,  # tokens that are read exactly
     log: Log,
