@@ -966,6 +966,13 @@ def refuse(folder):
                 secondary_tiers=[dict(type="turboquant_nb", path="/"), dict(type="example")],
             )
         ),
+        lora=dict(
+            enable_lora=True,
+            kv_transfer_config=offloading(
+                spec_name="TieringOffloadingSpec",
+                secondary_tiers=[dict(type="turboquant_nb", path="/")],
+            ),
+        ),
         latents=dict(
             folder=deepseek(folder / "deepseek"),
             of=dict(recipe="k1v1", calibration=other),

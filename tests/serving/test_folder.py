@@ -427,6 +427,8 @@ def test_what_vllm_is_told(tmp_path):
     assert extra["cpu_bytes_to_use"] == 100 and extra["spec_name"] == "TieringOffloadingSpec"
     assert extra["secondary_tiers"] == [dict(type=TIER, path=str(tmp_path), max_bytes=7)]
     assert connector_reasons(SimpleNamespace(**told)) == []
+    (reason,) = connector_reasons(SimpleNamespace(**told), object())
+    assert reason.startswith("LoRA with the tier 'turboquant_nb': its pages do not tell")
     extra["secondary_tiers"] += [dict(type="fs", root_dir="/"), dict(type="p2p")]
     reasons = connector_reasons(SimpleNamespace(**told))
     assert [x.split(" of ")[0] for x in reasons] == ["the tier 'fs'", "the tier 'p2p'"]

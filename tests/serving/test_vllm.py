@@ -424,6 +424,7 @@ def test_refused(tmp_path):
         and "kv_connector='ExampleConnector': " in refused["connector"]
         and "spec_name='OtherSpec' of the OffloadingConnector: pages" in refused["spec"]
         and "serve the tier 'example' of the OffloadingConnector: pages" in refused["tier"]
+        and "LoRA with the tier 'turboquant_nb': its pages do not" in refused["lora"]
     )
     assert (
         "16 drafts of a step, at most 15 are" in refused["drafts"]

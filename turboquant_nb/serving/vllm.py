@@ -675,9 +675,12 @@ def mean_reasons(config, model_config) -> list:
 TIER = "turboquant_nb"  # the type of our tier, `folder.FolderTier`
 
 
-def connector_reasons(transfer) -> list:
+def connector_reasons(
+    transfer,  # of vLLM, or None
+    lora=None,  # of vLLM's adapters
+) -> list:
     """Why a KV connector is not served. What it copies must be whole pages, and who reads them
-    must have the same recipe."""
+    must have the same recipe and weights."""
     if transfer is None:
         return []
     name, extra = transfer.kv_connector, transfer.kv_connector_extra_config or {}
@@ -691,11 +694,14 @@ def connector_reasons(transfer) -> list:
         others = [f"the tier {tier!r}" for tier in tiers if tier != TIER]
     else:
         others = [] if spec == "CPUOffloadingSpec" else [f"spec_name={spec!r}"]
-    return [
+    reasons = [
         f"{other} of the OffloadingConnector: pages that outlive the process do not say by "
         f"which recipe they were coded; those of the tier {TIER!r} do"
         for other in others
     ]
+    if lora is not None and TIER in tiers:  # vLLM's hashes name an adapter, no more
+        reasons.append(f"LoRA with the tier {TIER!r}: its pages do not tell adapters' weights")
+    return reasons
 
 
 def wide_reasons(
@@ -759,7 +765,7 @@ class Impl(AttentionImpl):
         reasons += parallel_reasons(current.parallel_config) + draft_reasons(
             current.speculative_config
         )
-        reasons += connector_reasons(current.kv_transfer_config)
+        reasons += connector_reasons(current.kv_transfer_config, current.lora_config)
         if Backend.name == "CUSTOM":
             reasons += wide_reasons(head_size, sliding_window, logits_soft_cap)
         self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
