@@ -463,7 +463,8 @@ def test_outlier_tokens_are_kept(code):
         alone = past.select(j)
         assert [len(x.row) for x in alone.outliers] == [1 - j]
         for mine, both in zip(alone.states(1), past.states(1)):
-            assert torch.equal(mine, both[j : j + 1])
+            # how a product rounds may depend on how many sequences it has
+            torch.testing.assert_close(mine, both[j : j + 1], rtol=1e-5, atol=1e-6)
     for i in range(layers):  # a chunk that is given up leaves nothing
         past.take(i, 300 * chunks[0, i, :, :, :1], chunks[1, i, :, :, :1])
     held = past.states(0)

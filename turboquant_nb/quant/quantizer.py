@@ -662,7 +662,7 @@ def _blocks(lead: torch.Size, block: int) -> list:
     that what each has of its own finds them."""
     if not lead:
         return [()]
-    tokens = max(1, block * lead[-1] // max(1, lead.numel()))
+    tokens = max(1, block * lead[-1] // max(1, math.prod(lead)))
     return [(..., slice(i, i + tokens)) for i in range(0, lead[-1], tokens)]
 
 
