@@ -155,7 +155,7 @@ _Call = _struct(
 def _tables(
     code,
 ) -> tuple:  # (levels [16], channels of windows, taps); held as long as the code
-    "What the kernel looks up for a code: a level for each half of a byte of equation (44b.1)."
+    "What the kernel looks up for a code: a level for each half of a byte, see (44b.1)."
     lut, at = code.lut, torch.arange(16)
     if lut.taps:
         taps, channels = torch.tensor(lut.taps, dtype=torch.int32), code.windows.channels
