@@ -174,7 +174,7 @@ def deepseek(folder):
             tie_word_embeddings=False,
         )
     ).float()
-    model.lm_head.weight.data *= 16
+    model.lm_head.weight.data *= 4 if CUDA else 16  # bfloat16 rounds them as they grow
     model.save_pretrained(folder)
     return str(folder)
 
