@@ -22,7 +22,8 @@ from bench.timing import append_times, event_time, host_times, kernel_times, qua
 
 from turboquant_nb.cache.append import make_room
 from turboquant_nb.kernels import encode as kernel
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 
 NEAR = 2e-5  # of a coordinate over its unit: both paths round, the GPU's fp32 products too

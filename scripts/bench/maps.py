@@ -18,7 +18,8 @@ from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import encode
 from turboquant_nb.kernels.launch import decode_attention
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 
 

@@ -75,7 +75,7 @@ def recipe_of(name):
     read."""
     if not name.endswith("_fast"):
         return name
-    from turboquant_nb.quant.quantizer import preset
+    from turboquant_nb.quant.recipe import preset
 
     found = json.loads(preset(name.removesuffix("_fast")).to_json())
     for side in ("key", "value"):

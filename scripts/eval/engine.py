@@ -33,7 +33,8 @@ from turboquant_nb.cache import append as cache_append
 from turboquant_nb.kernels import encode
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.quant.calibration import Calibration, save_calibration
-from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import PRESETS, Recipe
 
 CUDA = torch.cuda.is_available()
 CHUNK = 64

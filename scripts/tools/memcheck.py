@@ -29,7 +29,8 @@ from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.past import join_past, past_cells
 from turboquant_nb.kernels.recent import append_recent, locate_sinks
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.quant.quantizer import Quantizer, Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.pages import Exact, Recent, Requests
 from turboquant_nb.cache.store import KVStore
 

@@ -28,7 +28,8 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import attention as hf_attention
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
 OWN = (

@@ -20,7 +20,8 @@ from turboquant_nb.kernels import encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
-from turboquant_nb.quant.quantizer import Recipe, Spec, decode, preset
+from turboquant_nb.quant.quantizer import Spec, decode
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 

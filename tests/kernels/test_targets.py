@@ -14,7 +14,8 @@ from tests.helpers import ahead_of_time
 from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import encode, launch, ops
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 NOTEBOOK = Path(__file__).parents[2] / "nbs" / "44_launch.ipynb"
 needs_triton = pytest.mark.skipif(

@@ -28,7 +28,7 @@ from .hooks import Handle, attention_name, wants_weights
 from .passes import repeated_starts
 from ..kernels import ops
 from ..quant.layer_info import LayerInfo
-from ..quant.quantizer import Recipe
+from ..quant.recipe import Recipe
 
 # %% ../../nbs/50f_layer.ipynb #351d9ca3
 NAME = "turboquant"  # of the attention implementation that reads codes

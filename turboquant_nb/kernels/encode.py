@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..quant.mixed_precision import find_code
-from ..quant.quantizer import Recipe, as_recipe
+from ..quant.recipe import Recipe, as_recipe
 from ..quant.trellis import KERNELS, lane_order
 from ..theory.centre import BLOCK, LANES
 from ..theory.rotation import make_rotation
