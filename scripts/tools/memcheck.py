@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from turboquant_nb.kernels import blocks, encode, launch, ops
+from turboquant_nb.kernels import append, blocks, encode_launch, launch, ops
 from turboquant_nb.kernels.cell_attention import Launching, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.past import join_past, past_cells
@@ -111,7 +111,7 @@ def store_case(case):
     )
     for n in (255, 1, 1, 3, 33):
         x = states(2, batch, heads, n, d)
-        encode.append(store, *x)
+        append.append(store, *x)
         if n > 3:
             continue
         for repeat in range(2):
@@ -164,7 +164,7 @@ def part_case(case):
     store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, tile=64)
     for n in (255, 1, 3):
         x = states(2, batch, heads, n, d)
-        (KVStore.append if encode.refuses(recipe, d, device=DEVICE) else encode.append)(
+        (KVStore.append if encode_launch.refuses(recipe, d, device=DEVICE) else append.append)(
             store, *x
         )
         if decay and n == 255:

@@ -591,7 +591,7 @@ class Silent:
 @pytest.fixture
 def silent(monkeypatch):
     "Names of launches, which do nothing: what is left is the host's part, on any machine."
-    from turboquant_nb.kernels import decode, decode_mma, encode, launch
+    from turboquant_nb.kernels import decode, decode_mma, encode, encode_launch, launch
 
     made = []
 
@@ -604,7 +604,7 @@ def silent(monkeypatch):
         return decode.Launch({grid: Silent(made, name)[grid]}, grid, args, self.places, slots)
 
     monkeypatch.setattr(decode.Launcher, "__call__", note)
-    monkeypatch.setattr(encode, "_short_kernel", Silent(made, "append"))
+    monkeypatch.setattr(encode_launch, "_short_kernel", Silent(made, "append"))
     monkeypatch.setattr(
         launch, "_device_reason", lambda device, portable: "portable" if portable else ""
     )
@@ -612,7 +612,7 @@ def silent(monkeypatch):
     monkeypatch.setattr(launch, "run_kernel", decode_mma.mma_attention)
     hopper = encode.DeviceProperties(132, 232448, (9, 0))
     monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
-    monkeypatch.setattr(encode, "_READY", {})
+    monkeypatch.setattr(encode_launch, "_READY", {})
     return made
 
 
