@@ -149,7 +149,7 @@ SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed fr
 def recipe_of(name):
     """A preset's name, or the preset named before "_fast" with the trellis that is faster to
     read; bits alone (k3v4) where no preset has them."""
-    from turboquant_nb.quant.quantizer import PRESETS, preset
+    from turboquant_nb.quant.recipe import PRESETS, preset
 
     if not name.endswith("_fast"):
         bits = re.fullmatch(r"k(\d)v(\d)", name)

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen2Config, Qwen3NextConfig
 
 from turboquant_nb.cli import serve
 from turboquant_nb.quant.layer_info import LayerInfo
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 from turboquant_nb.serving.step import ServingConfig
 
 from .conftest import refused

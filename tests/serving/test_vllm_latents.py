@@ -10,7 +10,8 @@ from turboquant_nb.cache.pages import attend_cells, sink_origins
 from turboquant_nb.hf.latents import Expansion
 from turboquant_nb.kernels import work
 from turboquant_nb.kernels.decode import triton
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.quant.quantizer import Quantizer, Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.serving.step import LayerMemory, ServingConfig, States, Step
 from turboquant_nb.serving.vllm_latents import CodedLatents, latent_reasons
 from turboquant_nb.serving.vllm_latents import layer_kind_reasons

@@ -29,7 +29,7 @@ from .output import Output
 torch, transformers = lazy("torch"), lazy("transformers")
 models, step = lazy("turboquant_nb.hf.model_info"), lazy("turboquant_nb.serving.step")
 quant, calibrations = (
-    lazy("turboquant_nb.quant.quantizer"),
+    lazy("turboquant_nb.quant.recipe"),
     lazy("turboquant_nb.quant.calibration"),
 )
 vllm, folders = lazy("turboquant_nb.serving.vllm"), lazy("turboquant_nb.serving.folder")
