@@ -403,9 +403,14 @@ class StepRunner:
         )
         if self.keeps and self.kept.take(self, step.tokens, proof):
             return self.held[step.tokens], forward
+        full = [
+            x for x in layers if x.store.length + step.tokens > (x.store.max_length or 0)
+        ]
+        if full:  # graphs of other numbers of tokens read what now moves
+            self.forget()
+        for layer in full:
+            layer.make_growing()
         for layer in layers:
-            if layer.store.length + step.tokens > (layer.store.max_length or 0):
-                layer.make_growing()
             layer.captured.hold_still(layer)
         slow = [a for x in layers for a in x.captured.unfit(x.store)]
         if slow and self.graphs is True:  # what PyTorch does here waits for the device
