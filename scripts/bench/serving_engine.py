@@ -164,7 +164,8 @@ def recipe_of(name):
 
 
 def options(kind, largest, gpus, memory, model="llama-8b"):
-    """What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with
+    """What differs between kinds: bf16, bf16-triton (by vLLM's kernel in Triton, of models whose
+    kernel it picks itself), a kv_cache_dtype of vLLM, or a preset of ours with
     tokens of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4; with
     -even at its end without lists of work. Keys of dummy weights have no means."""
     of = dict(
@@ -196,8 +197,10 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
                 "turboquant_nb": {"recipe": recipe_of(recipe), "means": False} | given
             },
         )
-    if kind != "bf16":
+    if not kind.startswith("bf16"):
         return of | dict(kv_cache_dtype=kind)
+    if kind == "bf16-triton":
+        return of | dict(attention_backend="TRITON_ATTN")
     return of | ({} if model in OWN_CHOICE else dict(attention_backend="FLASH_ATTN"))
 
 
