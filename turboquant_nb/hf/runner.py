@@ -344,7 +344,7 @@ class StepRunner:
             step.drafting and not as_before
         ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
             self.why = self.why or (
-                "" if self.captured else "no two passes in a row had as many drafts"
+                "" if self.captured or self.taken else "no two passes in a row had as many drafts"
             )
             return forward(*args, **kwargs)
         return self._start(forward, args, kwargs, step)
