@@ -196,7 +196,7 @@ HELD = {
 
 @pytest.mark.parametrize("what", HELD)
 def test_what_somebody_holds_is_not_written_to(what):
-    """The store is not taken while it is held, and the mutant, one that nobody holds, is. Kills:
+    """The store is not taken while it is held; the mutant, one that nobody holds, is. Kills:
     codes of a conversation that another one's overwrite."""
     model = model_of()
     spare, held = left(model, HELD[what])

@@ -74,7 +74,9 @@ def _move(new: list, old: list) -> None:
         for p, q in zip(a.parts, b.parts):
             coded, theirs = p.memory.names, q.tensors
             tiles = math.ceil(a.length / a.tile)
-            cut = lambda name, t, coded=coded, tiles=tiles: t[:, :, :tiles] if name in coded else t
+            cut = lambda name, t, coded=coded, tiles=tiles: (
+                t[:, :, :tiles] if name in coded else t
+            )
             source += [cut(name, t) for name, t in p.tensors.items()]
             target += [cut(name, theirs[name]) for name in p.tensors]
         flags = torch.zeros_like(b.flags) if a.flags is None else a.flags
