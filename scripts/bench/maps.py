@@ -15,10 +15,11 @@ from plan import Plan
 from bench.timing import both_launches, kernel_times, quantiles
 
 from turboquant_nb.cache.attention import attend
-from turboquant_nb.kernels import encode
+from turboquant_nb.kernels import append, encode_launch
 from turboquant_nb.kernels.launch import decode_attention
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 
 
@@ -61,7 +62,7 @@ def gate():
             for _ in range(2)
         ]
         for a, b in ((0, 300), (300, 301), (301, 340)):
-            encode.append(pair[0], k[:, :, a:b], v[:, :, a:b])
+            append.append(pair[0], k[:, :, a:b], v[:, :, a:b])
             pair[1].append(k[:, :, a:b], v[:, :, a:b])
         one, two = (s.coded("key", 0, 340).codes for s in pair)
         differing = max(differing, float((one != two).float().mean()))
@@ -113,7 +114,7 @@ def coding_rows(d, seconds, tokens=16384):
             max_length=tokens,
             inv_freq=frequencies(d),
         )
-        encode.append(store, k[:, :, :256], v[:, :, :256])
+        append.append(store, k[:, :, :256], v[:, :, :256])
         store.cos_sin.reach(tokens)
         store.length = (
             tokens  # as after a long append: the table of cosines and sines is as long
@@ -121,7 +122,9 @@ def coding_rows(d, seconds, tokens=16384):
         flags = torch.zeros(4, dtype=torch.int32, device="cuda")
         what = dict(unit="us", codes=codes_of(rotation), d=d, batch=8, heads=8)
         long = kernel_times(
-            lambda store=store, flags=flags: encode.encode_append(store, k, v, 0, None, flags),
+            lambda store=store, flags=flags: encode_launch.encode_append(
+                store, k, v, 0, None, flags
+            ),
             seconds,
         )
         yield what | dict(what="coding", tokens=tokens, n=1) | long

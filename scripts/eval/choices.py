@@ -16,7 +16,8 @@ from plan import Plan
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.pairs import PairLayer
 from turboquant_nb.evaluation.score import OnePass, one_pass_gate
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import find_transform
 
 SINKS, RECENT = 4, 16

@@ -58,7 +58,7 @@ from turboquant_nb.evaluation.score import (
     text_windows,
 )
 from turboquant_nb.evaluation.tasks import _needle_texts
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 
 LOW, HIGHS = "k2v2", ("k3v3", "k4v2")
 BETWEEN = ("k3v2", "k2v3")  # of the mean bits that half of each has

@@ -10,7 +10,8 @@ import torch
 
 from tests.helpers import SLOW
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.quant.quantizer import Recipe, Spec, decode
+from turboquant_nb.quant.quantizer import Spec, decode
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.theory.centre import shared_cos_sin
 from turboquant_nb.testing import same

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.runner import StepRunner
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

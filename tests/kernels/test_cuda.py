@@ -15,7 +15,8 @@ except ImportError:  # a machine that has a GPU but no pytest
 
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, encode, preset
+from turboquant_nb.quant.quantizer import Quantizer, Spec, encode
+from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes
 
