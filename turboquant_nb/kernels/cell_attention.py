@@ -24,12 +24,14 @@ from turboquant_nb.kernels.decode import (
     _portable_cap,
     _portable_kernel,
     _scores,
+    tl,
+    triton,
+)
+from turboquant_nb.kernels.decode_launch import (
     is_interpreted,
     padded_size,
     plain_queries,
     rotate,
-    tl,
-    triton,
 )
 from turboquant_nb.kernels.decode_mma import (
     _decode_kernel,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..cache.pages import CellCodes, CellLayout
-from .decode import tl, triton, window_chain
+from .decode import tl, triton
+from .decode_launch import window_chain
 from turboquant_nb.kernels.encode import (
     _backend,
     _held,

@@ -15,22 +15,24 @@ from ..cache.attention import Answer, Backend, Call, check_call
 from ..cache.store import KVStore
 from .blocks import _bytes, _table, _two_quarters
 from turboquant_nb.kernels.decode import (
-    CodeTables,
-    Launcher,
-    Parts,
-    SplitRule,
     _coded_range,
-    _combine_launcher,
     _item,
     _planes,
     _query_at,
     _softmax,
+    tl,
+    triton,
+)
+from turboquant_nb.kernels.decode_launch import (
+    CodeTables,
+    Launcher,
+    Parts,
+    SplitRule,
+    _combine_launcher,
     exact_arguments,
     is_interpreted,
     last_dim_dense,
     padded_size,
-    tl,
-    triton,
 )
 from .decode_mma import gluon
 from .encode import device_properties

@@ -9,7 +9,8 @@ __all__ = ['past_cells', 'join_past']
 from torch import Tensor
 
 from .cells import CellPlan
-from .decode import _levels, padded_size, tl, triton
+from .decode import _levels, tl, triton
+from .decode_launch import padded_size
 
 # %% ../../nbs/45bd_past.ipynb #45b00023
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
