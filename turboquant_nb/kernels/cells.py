@@ -83,11 +83,10 @@ class CellPlan(CellCodes):
                 (self.center[:, None] @ part.float().mT)[:, 0] for part in parts
             ).contiguous()
 
-    def supports(self, kernel: str = "auto") -> tuple:  # (bool, reason)
-        """Whether a kernel can attend to these cells, and if not, why. Raises ValueError for an
+    def refuses(self, kernel: str = "auto") -> str:
+        """Why a kernel cannot attend to these cells; empty if it can. Raises ValueError for an
         unknown name."""
-        _, why = select_kernel(self.plan, self.device, kernel)
-        return not why, why
+        return select_kernel(self.plan, self.device, kernel)[1]
 
     def constants(self, dtype: torch.dtype) -> list:
         "What the append kernel is compiled for, of keys and of values in this dtype."

@@ -109,7 +109,7 @@ def past_cells(
                 f"{name} must have shape [at least {tokens}, {cache.shape[1]}, {d}], got "
                 f"{list(x.shape)}"
             )
-    if why := plan.supports("portable")[1]:
+    if why := plan.refuses("portable"):
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
