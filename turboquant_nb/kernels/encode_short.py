@@ -25,12 +25,10 @@ def _copy(
     SINKS,
     RING,
     begin,
-    bh,
+    place,
     i,
     first,
     n,
-    valid,
-    lost,
     sinks: tl.constexpr,
     ring: tl.constexpr,
     D: tl.constexpr,
@@ -39,7 +37,8 @@ def _copy(
     """Rows x into the ring and among the sinks; where they are lost, NaN into the last token's
     slot."""
     k = tl.arange(0, K)[None, :]
-    ok, p = k < D, first + i
+    _, bh, p, valid, lost = place
+    ok = k < D
     if ring > 0:
         at = RING + (bh * ring + p % ring)[:, None] * D + k
         tl.store(at, x, mask=(valid & (i >= n - ring))[:, None] & ok)
@@ -119,18 +118,18 @@ def _chain_out(room, valid, factor, C: tl.constexpr):
 @triton.jit
 def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
     "Where these rows' bytes lie; no two share one: a short append has at most R tokens."
-    _, _, _, _, _, _, _, truncated, P0, P1, P2, _, _, _, _ = side
+    _, _, _, _, _, _, _, truncated, planes, _, _, _, _ = side
     tiles = shared[7]
     _, bh, p, valid, _ = place
     at = (bh * tiles + p // (4 * R))[:, None]
     old = (bh * (tiles - truncated) + p // (4 * R) - truncated)[:, None]
-    return _planes(P0, P1, P2, at, old, p % (4 * R) % R, valid, C, BY_TOKEN, R)
+    return _planes(planes, at, old, p % (4 * R) % R, valid, C, BY_TOKEN, R)
 
 
 @triton.jit
 def _put_row(side, shared, FLAG, found, place, planes, older, C: tl.constexpr, R: tl.constexpr):
     "Codes and scales of these rows to their places."
-    SCALE, first, tiles = side[11], shared[4], shared[7]
+    SCALE, first, tiles = side[9], shared[4], shared[7]
     pair, scale, finite, fitting = found
     r, bh, p, valid, lost = place
     tile, t = p // (4 * R), p % (4 * R)
@@ -162,7 +161,7 @@ def _short(
 ):
     """M of the rows (sequence, token) of one head: exact copies, codes and scales. STEP: 0, or
     which of the two that a code by windows takes."""
-    X, sb, sh, sn, W, TAB, factor, truncated, P0, P1, P2, SCALE, SINKS, RING, MEAN = side
+    X, sb, sh, sn, W, TAB, factor, _, _, _, SINKS, RING, MEAN = side
     START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
@@ -190,7 +189,7 @@ def _short(
         k = tl.arange(0, 2 * HALF)[None, :]
         if sinks + ring > 0:
             x = tl.load(x_at[:, None] + k, mask=there[:, None] & (k < D), other=0.0)
-        W, w_lo, w_hi = _held(W, head, C, TYPE)
+        held = _held(W, head, C, TYPE)
     if STEP == 0:
         edges, levels = _table(TAB, BITS)
     if STEP != 1:
@@ -203,56 +202,15 @@ def _short(
         if ROPE > 0:
             t = tl.where(valid, tl.maximum(p + base - begin, 0), 0)
             cos_sin = COS_SIN + (t * ROPE)[:, None]
-        lo, hi = _rotate(
-            at=x_at[:, None] + k,
-            step=1,
-            valid=ok,
-            W=W,
-            w_lo=w_lo,
-            w_hi=w_hi,
-            zero=zero,
-            mean=at,
-            cos_sin=cos_sin,
-            C=C,
-            XP=XP,
-            ROPE=ROPE,
-            WIDE=WIDE,
-        )
+        x_at = x_at[:, None] + k
+        lo, hi = _rotate(x_at, 1, ok, held, zero, at, cos_sin, C, XP, ROPE, WIDE)
         if MP > 0:
-            w_lo, w_hi = w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
-            m_lo, m_hi = _rotate(
-                at=at + k,
-                step=1,
-                valid=ok,
-                W=W,
-                w_lo=w_lo,
-                w_hi=w_hi,
-                zero=zero,
-                mean=at,
-                cos_sin=cos_sin,
-                C=C,
-                XP=MP,
-                ROPE=0,
-                WIDE=WIDE,
-            )
+            W, w_lo, w_hi = held
+            held = W, w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
+            m_lo, m_hi = _rotate(at + k, 1, ok, held, zero, at, cos_sin, C, MP, 0, WIDE)
             lo, hi = lo - m_lo, hi - m_hi
         if sinks + ring > 0:
-            _copy(
-                x=x,
-                SINKS=SINKS,
-                RING=RING,
-                begin=begin,
-                bh=bh,
-                i=i,
-                first=first,
-                n=n,
-                valid=valid,
-                lost=lost,
-                sinks=sinks,
-                ring=ring,
-                D=D,
-                K=2 * HALF,
-            )
+            _copy(x, SINKS, RING, begin, place, i, first, n, sinks, ring, D, 2 * HALF)
     if STEP > 0:
         count = (heads * rows).to(tl.int64)
         room = _between(TAB, bh * n + i, count, C, VALUES)
@@ -327,15 +285,15 @@ def _short_kernel(
         first = tl.load(POSITION)
     shared = (START, COS_SIN, heads, rows, first, base, n, tiles, limit)
     if tl.program_id(1) == 0:
-        key = (KX, ksb, ksh, ksn, KW, KTAB, kfactor, ktruncated)
-        key += (KP0, KP1, KP2, KSCALE, KSINKS, KRING, KMEAN)
+        key = KX, ksb, ksh, ksn, KW, KTAB, kfactor, ktruncated
+        key += (KP0, KP1, KP2), KSCALE, KSINKS, KRING, KMEAN
         if KC.CHAIN > 0:
             _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, STEP)
         elif STEP < 2:
             _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, 0)
     else:
-        value = (VX, vsb, vsh, vsn, VW, VTAB, vfactor, vtruncated)
-        value += (VP0, VP1, VP2, VSCALE, VSINKS, VRING, VMEAN)
+        value = VX, vsb, vsh, vsn, VW, VTAB, vfactor, vtruncated
+        value += (VP0, VP1, VP2), VSCALE, VSINKS, VRING, VMEAN
         if VC.CHAIN > 0:
             _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE, STEP)
         elif STEP < 2:
