@@ -221,8 +221,6 @@ def append(c, steps=4, centred=False, step=0):
 def past(c, codebook=None):
     k, v = places(c, "key"), places(c, "value")
     constants = sizes(c) | dict(
-        k_scale=k[3] // 2,
-        v_scale=v[3] // 2,
         KA=k,
         VA=v,
         R=c.tokens // 4,

@@ -41,9 +41,7 @@ def _code(c0, c1, c2, slot, upper, BITS: tl.constexpr):
 
 @triton.jit
 def _codes(
-    P0,
-    P1,
-    P2,
+    planes,
     tile,
     r,
     j,
@@ -55,6 +53,7 @@ def _codes(
     BY_TOKEN: tl.constexpr,
 ):
     "Codes of byte rows r and channels j in the slots of the planes of a tile."
+    P0, P1, P2 = planes
     base, bit, upper = _plane_at(tile, r, j, D, R, BY_TOKEN)
     c0 = tl.load(P0 + (bit if BITS == 1 else base), mask=real, other=0).to(tl.int32)
     c1, c2 = c0, c0
@@ -67,9 +66,7 @@ def _codes(
 
 @triton.jit
 def _index(
-    P0,
-    P1,
-    P2,
+    planes,
     tile,
     r,
     j,
@@ -85,7 +82,7 @@ def _index(
     (`window_chain`) what its masks add up of a window."""
     index = r * 0
     if len(CHAIN) == 0:
-        index = _codes(P0, P1, P2, tile, r, j, slot, real, D, R, BITS, BY_TOKEN)
+        index = _codes(planes, tile, r, j, slot, real, D, R, BITS, BY_TOKEN)
     else:
         window, place = r * 0, _moved(j, CHAIN[0], CHAIN[1], False)
         for back in tl.static_range(CHAIN[2] + 1):
@@ -93,7 +90,7 @@ def _index(
             if CHAIN[3]:
                 at = tl.where(at < 0, at + D, at)
             seen, at = real & (at >= 0), _moved(tl.maximum(at, 0), CHAIN[0], CHAIN[1], True)
-            code = _codes(P0, P1, P2, tile, r, at, slot, seen, D, R, BITS, BY_TOKEN)
+            code = _codes(planes, tile, r, at, slot, seen, D, R, BITS, BY_TOKEN)
             window = window | code << (back * BITS)
         for bit in tl.static_range(len(CHAIN) - 4):
             sums = window & CHAIN[bit + 4]
@@ -106,9 +103,7 @@ def _index(
 
 @triton.jit
 def _levels(
-    P0,
-    P1,
-    P2,
+    planes,
     TABLE,
     tile,
     i,
@@ -126,7 +121,7 @@ def _levels(
     j = tl.arange(0, DP)[None, :]
     real = (r >= 0) & (j < D)
     slot = i % 2 * 4 + i // 2 * 2
-    index = _index(P0, P1, P2, tile, r, j, slot, real, D, R, BITS, BY_TOKEN, CHAIN)
+    index = _index(planes, tile, r, j, slot, real, D, R, BITS, BY_TOKEN, CHAIN)
     return tl.load(TABLE + index, mask=real, other=0.0)
 
 # %% ../../nbs/41_decode.ipynb #62815e66
@@ -166,19 +161,14 @@ def _coded_range(
     b,
     START,
     END,
-    length,
-    offset,
-    sinks,
-    recent,
-    recent_from,
-    chunk,
-    own,
-    sliding_window,
+    tokens,
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
     SLIDING: tl.constexpr,
 ):
-    "From where to where queries at these positions read codes."
+    """From where to where queries at these positions read codes. tokens: how many there are,
+    and which of them are exact, as kernels take it."""
+    _, offset, sinks, _, _, _, _, sliding_window = tokens
     low, high = at * 0 + sinks, at + 1
     if HAS_START:
         low += tl.load(START + b).to(tl.int32)
@@ -187,12 +177,13 @@ def _coded_range(
     low = tl.maximum(low, offset)
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
-    return low, tl.minimum(high, _exact_from(at, length, recent, recent_from, chunk, own))
+    return low, tl.minimum(high, _exact_from(at, tokens))
 
 
 @triton.jit
-def _exact_from(at, length, recent, recent_from, chunk, own):
+def _exact_from(at, tokens):
     "What is older is read from codes, but for sinks."
+    length, _, _, recent, recent_from, chunk, own, _ = tokens
     held = tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
     return tl.maximum(at + 1 - own, held)
 
@@ -218,7 +209,51 @@ def _item(WORK, item, requests):
 def _planes(CELLS, SCALES, cell, A: tl.constexpr):
     "Planes and scales of one side in the cell that begins at this byte."
     at = CELLS + cell
-    return at + A[0], at + A[1], at + A[2], SCALES + cell // 2 + A[3] // 2
+    return (at + A[0], at + A[1], at + A[2]), SCALES + cell // 2 + A[3] // 2
+
+
+@triton.jit
+def _tile_at(
+    key,
+    value,
+    b,
+    h,
+    bh,
+    tile,
+    cap,
+    pages,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
+    PAGED: tl.constexpr,
+):
+    """(planes, scales) of keys and of values where a tile of a head lies, and which of their
+    tiles it is: in a cell, all that a head has of a block lies together."""
+    slot = bh.to(tl.int64) * cap + tile
+    if PAGED:
+        PAGES, page_stride, block_stride, head_stride = pages
+        page = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64)
+        cell, slot = page * block_stride + h.to(tl.int64) * head_stride, tile * 0
+        planes, scales = key
+        value = _planes(planes[0], scales, cell, VA)
+        key = _planes(planes[0], scales, cell, KA)
+    return key, value, slot
+
+
+@triton.jit
+def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
+    """What a program attends to: its place among all, the sequence, the head and both as one,
+    the block of query rows, the split, and whether it is nobody's."""
+    pid = tl.program_id(0)
+    split, base = pid % splits, pid // splits
+    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+        split, base = pid // (heads * blocks), pid % (heads * blocks)
+        pid = base * splits + split
+    bh, block = base // blocks, base % blocks
+    b, h, nobody = bh // heads, bh % heads, False
+    if LISTED:
+        b, split, nobody = _item(WORK, split, requests)
+        bh = b * heads + h
+    return pid, b, h, bh, block, split, nobody
 
 
 @triton.jit(
@@ -299,37 +334,14 @@ def _portable_kernel(
     VX: tl.constexpr = (),
 ):
     "Q query rows of one KV head over one split of its coded tokens: output and log2-sum-exp2."
-    pid = tl.program_id(0)
-    split, base = pid % splits, pid // splits
-    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
-        split, base = pid // (heads * blocks), pid % (heads * blocks)
-        pid = base * splits + split
-    bh, block = base // blocks, base % blocks
-    b, h, nobody = bh // heads, bh % heads, False
-    if LISTED:
-        b, split, nobody = _item(WORK, split, requests)
-        bh = b * heads + h
+    where = _program(heads, blocks, splits, WORK, requests, LISTED)
+    pid, b, h, bh, block, split, nobody = where
     if HAS_LENGTH:
         length = tl.load(LENGTH + b * each_length)
     j = block * Q + tl.arange(0, Q)
     at = length - n + j % n
-    low, high = _coded_range(
-        at,
-        b,
-        START,
-        END,
-        length,
-        offset,
-        sinks,
-        recent,
-        recent_from,
-        chunk,
-        own,
-        sliding_window,
-        HAS_START,
-        HAS_END,
-        SLIDING,
-    )
+    tokens = length, offset, sinks, recent, recent_from, chunk, own, sliding_window
+    low, high = _coded_range(at, b, START, END, tokens, HAS_START, HAS_END, SLIDING)
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
     q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
@@ -343,21 +355,19 @@ def _portable_kernel(
     if LISTED:
         each = tl.load(WORK)
         begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
+    pages = PAGES, page_stride, block_stride, head_stride
     for tile in range(first + begin, first + end):
-        slot, k0, k1, k2, k_scale = bh.to(tl.int64) * cap + tile, K0, K1, K2, KSCALE
-        v0, v1, v2, v_scale = V0, V1, V2, VSCALE
-        if PAGED:  # all that a head has of a block lies together
-            page = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64)
-            cell, slot = page * block_stride + h.to(tl.int64) * head_stride, tile * 0
-            k0, k1, k2, k_scale = _planes(K0, KSCALE, cell, KA)
-            v0, v1, v2, v_scale = _planes(K0, KSCALE, cell, VA)
+        key, value = ((K0, K1, K2), KSCALE), ((V0, V1, V2), VSCALE)
+        key, value, slot = _tile_at(key, value, b, h, bh, tile, cap, pages, KA, VA, PAGED)
+        k_planes, k_scale = key
+        v_planes, v_scale = value
         for i in range(0, 4 * R, BR):
             t = i + tl.arange(0, BR)
             quarter, r = i // R, i % R + tl.arange(0, BR)
             if BR > R:
                 quarter, r = (t // R)[:, None], t % R
             pos = offset + tile * (4 * R) + t
-            k = _levels(k0, k1, k2, TABLE, slot, quarter, r, D, DP, R, KB, False, KX)
+            k = _levels(k_planes, TABLE, slot, quarter, r, D, DP, R, KB, False, KX)
             ks = tl.load(k_scale + slot * (4 * R) + t).to(tl.float32)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * ks[None, :] + shift[:, None]
             if BIASED:
@@ -367,7 +377,7 @@ def _portable_kernel(
                     + (pos - offset)[None, :]
                 )
             visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-            v = _levels(v0, v1, v2, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True, VX)
+            v = _levels(v_planes, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True, VX)
             vs = tl.load(v_scale + slot * (4 * R) + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
@@ -381,8 +391,9 @@ def _portable_kernel(
 
 # %% ../../nbs/41_decode.ipynb #0f096e38
 @triton.jit
-def _exact_where(i, start, sinks, recent, recent_from, chunk, length):
+def _exact_where(i, start, tokens):
     "Positions of rows i of sinks, recent and chunk as one list, and whether they count."
+    length, _, sinks, recent, recent_from, chunk, _, _ = tokens
     past = length - chunk
     w = i - sinks
     newest = (length - 1) % tl.maximum(recent, 1)  # slot of the last token in the ring
@@ -480,28 +491,11 @@ def _exact_tokens(
     h,
     bh,
     at,
-    SK,
-    WK,
-    CK,
-    ckb,
-    ckh,
-    ckn,
-    SV,
-    WV,
-    CV,
-    cvb,
-    cvh,
-    cvn,
+    keys,
+    values,
     start,
     stop,
-    length,
-    sinks,
-    recent,
-    recent_from,
-    chunk,
-    own,
-    offset,
-    sliding_window,
+    tokens,
     cap,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -516,12 +510,16 @@ def _exact_tokens(
 ):
     """Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and
     total [R], sum [R, DVP]. DR: channels of rotary parts, which stand where values do else;
-    keys are latents then, and values too."""
+    keys are latents then, and values too. keys, values: sinks, recent tokens and chunk, with
+    its strides."""
+    SK, WK, CK, ckb, ckh, ckn = keys
+    SV, WV, CV, cvb, cvh, cvn = values
+    _, offset, sinks, recent, _, chunk, _, sliding_window = tokens
     low = tl.maximum(start, offset) + at * 0
     if SLIDING:
         low = tl.maximum(low, at - sliding_window + 1)
     high = tl.minimum(at + 1, stop)
-    since = _exact_from(at, length, recent, recent_from, chunk, own)
+    since = _exact_from(at, tokens)
     m = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
@@ -529,7 +527,7 @@ def _exact_tokens(
     cv = CV + b.to(tl.int64) * cvb + h.to(tl.int64) * cvh
     for i0 in range(0, sinks + recent + chunk, EB):
         i = i0 + tl.arange(0, EB)
-        pos, counts = _exact_where(i, start, sinks, recent, recent_from, chunk, length)
+        pos, counts = _exact_where(i, start, tokens)
         k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, D, DP)
         if DR > 0:
             part = _exact_rows(SV, WV, ck + D, bh, i, counts, sinks, recent, ckn, DR, DRP)
@@ -648,36 +646,21 @@ def _combine_kernel(
             f = tl.arange(0, DRP)[None, :]
             qr = tl.load(here + D + f, mask=ok[:, None] & (f < DR), other=0.0)
             qr = qr.to(tl.float32) * scaling
+        keys, values = (SK, WK, CK, ckb, ckh, ckn), (SV, WV, CV, cvb, cvh, cvn)
+        tokens = length, offset, sinks, recent, recent_from, chunk, own, sliding_window
         m, whole, near = _exact_tokens(
-            q=q,
-            qr=qr,
-            b=b,
-            h=h,
-            bh=bh.to(tl.int64),
-            at=length - n + r % n,
-            SK=SK,
-            WK=WK,
-            CK=CK,
-            ckb=ckb,
-            ckh=ckh,
-            ckn=ckn,
-            SV=SV,
-            WV=WV,
-            CV=CV,
-            cvb=cvb,
-            cvh=cvh,
-            cvn=cvn,
-            start=start,
-            stop=stop,
-            length=length,
-            sinks=sinks,
-            recent=recent,
-            recent_from=recent_from,
-            chunk=chunk,
-            own=own,
-            offset=offset,
-            sliding_window=sliding_window,
-            cap=cap_at,
+            q,
+            qr,
+            b,
+            h,
+            bh.to(tl.int64),
+            length - n + r % n,
+            keys,
+            values,
+            start,
+            stop,
+            tokens,
+            cap_at,
             D=D,
             DP=DP,
             DV=DV,
@@ -695,20 +678,7 @@ def _combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     top, whole, near, far = _add_splits(
-        PARTS=OUT_PARTS,
-        LSE_PARTS=LSE_PARTS,
-        place0=first,
-        used=splits,
-        r=r,
-        ok=ok,
-        top=top,
-        whole=whole,
-        near=near,
-        DV=DV,
-        DVP=DVP,
-        Q=Q,
-        R=R,
-        SB=SB,
+        OUT_PARTS, LSE_PARTS, first, splits, r, ok, top, whole, near, DV, DVP, Q, R, SB
     )
     norm, lse = _log_sum(top, whole)
     row = bh.to(tl.int64) * rows + r
