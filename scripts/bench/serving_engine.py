@@ -164,7 +164,8 @@ def recipe_of(name):
 
 
 def options(kind, largest, gpus, memory, model="llama-8b"):
-    """What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with
+    """What differs between kinds: bf16, bf16-triton (by vLLM's kernel in Triton, of models whose
+    kernel it picks itself), a kv_cache_dtype of vLLM, or a preset of ours with
     tokens of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4; with
     -even at its end without lists of work. Keys of dummy weights have no means."""
     of = dict(
@@ -196,8 +197,10 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
                 "turboquant_nb": {"recipe": recipe_of(recipe), "means": False} | given
             },
         )
-    if kind != "bf16":
+    if not kind.startswith("bf16"):
         return of | dict(kv_cache_dtype=kind)
+    if kind == "bf16-triton":
+        return of | dict(attention_backend="TRITON_ATTN")
     return of | ({} if model in OWN_CHOICE else dict(attention_backend="FLASH_ATTN"))
 
 
@@ -371,6 +374,7 @@ class Shared(Prefixes):
     them, the others find them there."""
 
     def rows(self, batch, tokens):
+        yields(self.llm.llm_engine)
         gen, times, of = torch.Generator().manual_seed(7), {}, {}
         fresh = lambda: torch.randint(3, 31000, (batch, tokens), generator=gen).tolist()
         connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
@@ -390,6 +394,20 @@ class Shared(Prefixes):
             raise RuntimeError(f"some prefixes were found in the folder, others not: {of}")
         for by, x in times.items():
             yield dict(what="first token", by=by, cached=of[by]) | spread(x, "s")
+
+
+def yields(engine):
+    """As vLLM's own process of an engine: a step that had nothing to compute leaves a
+    millisecond to threads that move pages."""
+    step, scheduler = engine.step, engine.engine_core.engine_core.scheduler
+
+    def patient():
+        out = step()
+        if not scheduler.running:
+            time.sleep(0.001)
+        return out
+
+    engine.step = patient
 
 
 def held(folder):
