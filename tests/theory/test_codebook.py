@@ -66,29 +66,6 @@ def test_law(d):
     assert np.abs(np.sum(partial_moments(lo, hi, d), 1) - [1, 0, 1]).max() < 1e-13
 
 
-def reference(cb, x):
-    return (x.double()[..., None] - cb.levels.double()).abs().argmin(-1).to(torch.uint8)
-
-
-def test_twenty_million_without_a_python_loop():
-    cb, calls = lloyd_max(3, 128), 0
-    x = torch.randn(20_000_000, generator=torch.Generator().manual_seed(0))
-
-    def count(frame, event, arg):
-        nonlocal calls
-        calls += 1
-
-    sys.setprofile(count)
-    try:
-        codes = cb.encode(x)
-        y = cb.decode(codes)
-    finally:
-        sys.setprofile(None)
-    assert calls < len(x) / 1000
-    same(codes[::9973], reference(cb, x[::9973]))
-    same(y[::9973], cb.levels[codes[::9973].long()])
-
-
 def best_partition(x, w, k):
     """Least weighted squared error over all partitions of the sorted values into k runs, the
     slow way."""
