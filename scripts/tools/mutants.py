@@ -19,9 +19,10 @@ observed; then a mutant meets first the tests that enter its function, the faste
 after them the others (those up to the one that kills it run again without the change): a
 default is checked by who never calls it, and a result that is kept was made by an earlier test.
 A mutant is killed if a test of its own module's files (`tests_of`) fails, or runs much longer
-than it should; what passes them meets the cells of the module's chapter, which check it too. With --suite every other file counts too, by its tests that enter the function,
-as many as take a minute: that is what the checks would notice; of tests that do not enter it as
-many run as take another minute. With --in-order nothing is observed and the tests of a module's
+than it should; what passes them meets the cells of the module's chapter, which check it too.
+With --suite every other file counts too, by its tests that enter the function, as many as take
+a minute: that is what the checks would notice; of tests that do not enter it as many run as
+take another minute. With --in-order nothing is observed and the tests of a module's
 own files run as they stand: for files that take minutes, as those of kernels do. Kernels run in
 Triton's interpreter. What cannot be imported at all does not count. A survivor is either a test
 that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the
@@ -359,7 +360,9 @@ def run_chapter(path, source, name):
             if cell["cell_type"] != "code" or NOT_RUN & set(found):
                 continue
             code = exported.get(cell["id"], code)
-            code = "".join(x for x in code.splitlines(True) if not x.lstrip().startswith(("%", "!")))
+            code = "".join(
+                x for x in code.splitlines(True) if not x.lstrip().startswith(("%", "!"))
+            )
             file = f"<cell {i} of {notebook.name}>"
             linecache.cache[file] = len(code), None, code.splitlines(keepends=True), file
             exec(compile(code, file, "exec"), scope)
@@ -446,7 +449,7 @@ class Tree:
         self.in_order = False  # whether tests run as they stand in their files
         self.given = ()  # files of tests that were named instead of a module's own
         self.observed = {}  # {file of tests: {node id: {module: Test}}}
-        self.chapters = {}  # {module: seconds that its chapter's cells take}, of those that pass
+        self.chapters = {}  # {module: seconds of its chapter's cells}, where they pass
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
         self.functions = {name: functions(x) for name, x in self.sources.items()}
@@ -514,7 +517,9 @@ class Tree:
             if said == 0:
                 self.chapters[name] = time.monotonic() - begun[name]
             else:
-                print(f"the chapter of {name} does not run here: {log.strip()[-200:]}", flush=True)
+                print(
+                    f"the chapter of {name} does not run here: {log.strip()[-200:]}", flush=True
+                )
         self.measured, self.suite = tuple(modules), suite
         for name in modules:
             if not self.tests(name):

@@ -157,6 +157,8 @@ def test_variance_two_ways(d):
     assert float(qjl_variance(across, r, 2 * d + 1, "orthogonal")) == pytest.approx(
         float(sum(blocks)) / (2 * d + 1) ** 2, rel=1e-12
     )
+    one = torch.ones(1)  # in one dimension the sign is everything
+    assert 0 <= float(qjl_variance(one, one, 3, "orthogonal")) < 1e-12
 
 
 def test_hadamard_rows_come_in_random_order():

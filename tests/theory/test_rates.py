@@ -210,6 +210,30 @@ def test_truncate_mixed():
     assert cut.books[0] is book.books[0]
 
 
+@pytest.mark.parametrize("rate", [0, 0.1, 1, 3.3, 12])
+@pytest.mark.parametrize("d", [1, 2, 7, 128])
+def test_water_filling(d, rate):
+    v = torch.rand(d, generator=gen(d)) ** 4 + 1e-6
+    bits, mse = water_filling(v, rate)
+    v = v.double().numpy()
+    assert bits.mean() == pytest.approx(rate, abs=1e-9) and (bits >= 0).all()
+    error = v * 4.0**-bits
+    assert mse == pytest.approx(error.mean())
+    theta = error.max()
+    np.testing.assert_allclose(error, np.minimum(theta, v), rtol=1e-9)
+    np.testing.assert_allclose(water_filling(7 * v, rate)[0], bits, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 64), (0, 4), (4, 0)])
+@pytest.mark.parametrize("rows", [False, True])
+def test_entropy_round_trip(shape, rows):
+    "A table for all channels, and one for each."
+    codes = torch.randint(0, 16, shape, generator=gen()).to(torch.uint8)
+    weights = torch.rand(*((shape[-1], 16) if rows and shape[-1] else (16,)), generator=gen(1))
+    data = entropy_encode(codes, weights + 1e-3)
+    assert torch.equal(entropy_decode(data, weights + 1e-3, shape), codes)
+
+
 def test_bfloat16_variances():
     v = torch.tensor([4.0, 1.0, 0.5])
     assert water_filling(v.bfloat16(), 2.0)[1] == water_filling(v, 2.0)[1]
@@ -291,6 +315,7 @@ BAD = [
     (lambda: entropy_encode(torch.tensor([1]), torch.ones(2, 2)), ValueError, "a row for each"),
     (lambda: entropy_decode(b"", torch.ones(2), (2,)), ValueError, "whole 32-bit"),
     (lambda: entropy_decode(b"1234", torch.ones(2), (-1,)), ValueError, "shape must be"),
+    (lambda: entropy_decode(b"1234", torch.ones(2), ()), ValueError, "shape must be"),
     (lambda: entropy_decode(b"1234", torch.ones(2), (2.0,)), ValueError, "shape must be"),
     (lambda: entropy_decode(None, torch.ones(2), (2,)), TypeError, "data must be bytes"),
     (lambda: MixedCodebook(None, (2, 2)), TypeError, "one Codebook per channel"),

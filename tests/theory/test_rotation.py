@@ -276,6 +276,13 @@ def test_a_seed_is_a_state():
             assert rotations._generator(kind, seed).initial_seed() == want
 
 
+@pytest.mark.parametrize("make", [haar, hadamard, lambda d, s: make_rotation("haar", d, s)])
+def test_the_smallest_size_and_seed(make):
+    make(1, 0)
+    with pytest.raises(ValueError, match="seed must be"):
+        make(1, -1)
+
+
 def test_a_size_of_zero_has_no_order():
     for f in (
         rotations.block_order,

@@ -552,3 +552,8 @@ def test_a_gate_is_shared_by_runs_of_one_package(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "package", lambda: "another")
     with pytest.raises(SystemExit, match="of another package"):
         serving.shared_gate(tmp_path / "g", ["plain"], 1)
+
+
+def test_a_closed_experiment_says_where_its_script_lies():
+    with pytest.raises(SystemExit, match=f"notice is closed: .* {run.LAST}"):
+        run.main(["notice"])
