@@ -445,28 +445,6 @@ def test_a_pair_scale_of_text(tmp_path):
         calibrate(model, ids, fit="pairs")
 
 
-OTHER = {
-    "layers 2, not 3": dict(num_hidden_layers=3),
-    "KV heads 2, not 4": dict(num_key_value_heads=4),
-    "query heads 4, not 8": dict(num_attention_heads=8),
-    "head size 8, not 16": dict(head_dim=16),
-    "hidden size 32, not 64": dict(hidden_size=64),
-    "vocabulary 61, not 62": dict(vocab_size=62),
-}
-
-
-@pytest.mark.parametrize("says", OTHER)
-def test_the_maps_of_another_model_are_named(says):
-    model, found = made("llama")
-    config = type(model.config)(**BASE | OTHER[says])
-    with pytest.raises(
-        ValueError, match=f"the calibration is of another model: it has {says}$"
-    ):
-        TurboQuantCache(config, calibration=found)
-    with pytest.raises(ValueError, match="model type 'llama', not 'mistral'"):
-        TurboQuantCache(made("mistral")[0], calibration=found)
-
-
 # --- the law: attention on codes is attention on what they stand for
 # -------------------------------
 
@@ -580,17 +558,8 @@ def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
 
 def test_ids_that_are_no_windows():
     (model, _), ids = made("llama"), texts()
-    for bad in (ids[:0], ids[:, :0], ids[0], ids[None], ids.float(), ids > 5, ids[:, :5]):
-        with pytest.raises(
-            ValueError, match=r"ids must be \[windows, at least 6 tokens\] of integers, got \["
-        ):
-            collect(model, bad)
-    for bad in (None, [[1, 2, 3]], "text", ids.numpy()):
-        with pytest.raises(TypeError, match=r"ids must be a tensor \[windows, tokens\], got"):
-            collect(model, bad)
-    for name, bad in (("skip", -1), ("batch", 0)):
-        with pytest.raises(ValueError, match=f"{name} must be an integer of at least"):
-            collect(model, ids, **{name: bad})
+    with pytest.raises(ValueError, match="batch must be an integer of at least"):
+        collect(model, ids, batch=0)
     with pytest.raises(IndexError):
         collect(model, ids + 1000)
     assert model.config._attn_implementation == "sdpa"
