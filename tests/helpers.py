@@ -15,7 +15,8 @@ from turboquant_nb.cache import codec
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.codec import KVStore
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.rotation import Transform
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 

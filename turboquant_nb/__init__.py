@@ -6,9 +6,9 @@ _HOME = {
     "enable": "hf",
     "disable": "hf",
     "compile_steps": "hf",
-    "Recipe": "quant.quantizer",
+    "Recipe": "quant.recipe",
     "Spec": "quant.quantizer",
-    "preset": "quant.quantizer",
+    "preset": "quant.recipe",
     "KVStore": "cache.codec",
     "attend": "kernels.ops",  # the one that chooses a backend
     "load_calibration": "quant.calibration",

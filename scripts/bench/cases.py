@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
 

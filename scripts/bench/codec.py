@@ -34,7 +34,8 @@ from turboquant_nb.cache.flat import Flat, to_host
 from turboquant_nb.cache.rows import _Block
 from turboquant_nb.cache.disk import described, state_of, store_of
 from turboquant_nb.files import Saved
-from turboquant_nb.quant.quantizer import Recipe, Spec, preset
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe, preset
 
 STEP = 2**20  # codes of a block, as `Writer` takes them
 

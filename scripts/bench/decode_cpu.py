@@ -24,7 +24,8 @@ from bench.timing import quantiles
 from turboquant_nb.cache import attention, gather, token_coder
 from turboquant_nb.kernels import ops
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe, preset
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 
 RECIPES = {
     "k3v3": preset("k3v3"),

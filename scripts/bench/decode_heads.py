@@ -23,7 +23,8 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.hf.heads import join_heads, take_heads
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.mixed_precision import HeadRecipe
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 SHAPES = "8x8x4x128x32768", "1x8x4x128x131072"
 ORDERS = "one after the other", "side by side"

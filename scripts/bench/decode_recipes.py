@@ -30,7 +30,8 @@ from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
-from turboquant_nb.quant.quantizer import Recipe, Spec, preset
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe, preset
 
 SHAPES = "8x8x4x128x32768", "1x8x4x128x8192", "8x3x3x64x8192"
 RECIPES = decode_cpu.RECIPES | {name: preset(name) for name in ("k4v4", "k2v2")}

@@ -21,8 +21,9 @@ from plan import Plan
 from bench.timing import append_times, event_time, host_times, kernel_times, quantiles
 
 from turboquant_nb.cache.append import make_room
-from turboquant_nb.kernels import encode as kernel
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.kernels import append, encode_launch
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 
 NEAR = 2e-5  # of a coordinate over its unit: both paths round, the GPU's fp32 products too
@@ -46,7 +47,7 @@ def compare(recipe, lengths, d, dtype):
     given = []
     for i, n in enumerate(lengths):
         k, v = states(2, 3, n, d, dtype, 2 * i, 0.5), states(2, 3, n, d, dtype, 2 * i + 1)
-        kernel.append(fused, k, v)
+        append.append(fused, k, v)
         plain.append(k, v)
         given.append((k, v))
     ties = wrong = 0
@@ -184,7 +185,7 @@ def coded_at_once(case: Bulk, config=None):
         store,
         k,
         v,
-        partial(kernel.encode_append, store, k, v, 0, (mean, None), flags, config),
+        partial(encode_launch.encode_append, store, k, v, 0, (mean, None), flags, config),
     )
 
 
@@ -241,20 +242,20 @@ def append_store(case: Append, static, rotation="hadamard"):
         static=static,
         inv_freq=frequencies(d),
     )
-    kernel.append(
+    append.append(
         store,
         states(b, h, 70, d, torch.bfloat16, 0, 0.5),
         states(b, h, 70, d, torch.bfloat16, 1),
     )
     k, v = states(b, h, n, d, torch.bfloat16, 2, 0.5), states(b, h, n, d, torch.bfloat16, 3)
-    kernel.append(store, k, v)
+    append.append(store, k, v)
     return store, k, v
 
 
 def graph_times(case: Append, rotation="hadamard"):
     "µs of an append in a CUDA graph."
     store, k, v = append_store(case, True, rotation)
-    return append_times(lambda: kernel.append(store, k, v), [store], tokens=case.tokens)
+    return append_times(lambda: append.append(store, k, v), [store], tokens=case.tokens)
 
 
 def host_times_of(case: Append):
@@ -264,7 +265,7 @@ def host_times_of(case: Append):
     def back():
         store.length = 70  # what comes after is written again
 
-    return host_times(lambda: kernel.append(store, k, v), 50, 20, back)[5:]
+    return host_times(lambda: append.append(store, k, v), 50, 20, back)[5:]
 
 
 def append_case(case: Append):

@@ -69,7 +69,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from turboquant_nb.hf import TurboQuantCache, turboquant_attention
 from turboquant_nb.hf.compiled import StepChoice, compile_steps
 from turboquant_nb.hf.hooks import register
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 
 LLAMA = dict(
     vocab_size=128256,

@@ -19,7 +19,8 @@ from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.hf.latents import Expansion
 from turboquant_nb.kernels import ops
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 RANK, ROTARY, STILL, VALUES = 512, 64, 128, 128
 SCALING = (STILL + ROTARY) ** -0.5

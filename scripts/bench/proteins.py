@@ -16,7 +16,8 @@ from transformers import EsmConfig, EsmForMaskedLM
 
 from turboquant_nb.kernels import ops
 from turboquant_nb.esm import MASK, RESIDUES, TurboEsm, fingerprint, masked_marginals, tokens
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode, join_levels
 

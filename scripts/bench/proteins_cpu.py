@@ -22,7 +22,8 @@ from bench.proteins import protein, random_code, random_esm
 from bench.timing import quantiles
 
 from turboquant_nb.esm import TurboEsm, calibrate_esm, load_esm, tokens
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 SHAPES = {
     "8M": (320, 6, 20),

@@ -44,6 +44,7 @@ PARTS = (
     "graphs_firsts",
     "graphs_ragged",
     "graphs_trellis",
+    "graphs_latents",
 )  # of tests/serving/engine.py
 WANTED = {  # what a part must have met
     part: tuple(met.split())
@@ -67,9 +68,25 @@ WANTED = {  # what a part must have met
         offload_codes="decided",
         folder="decided hits",
         random_firsts="firsts preempted hits cancelled",
+        sizes="firsts recent",
+        latents="latents chunks_with_past preempted",
+        latents_recent="latents firsts recent",
+        latents_drafts="latents drafted",
+        exact_latents="decided recent",
+        exact_sizes="decided recent",
     ).items()
 }
-NAMES = {"llama-8b": "Llama-8B", "gpt-oss-20b": "gpt-oss-20b"}
+NAMES = {
+    "llama-8b": "Llama-8B",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "gemma-4-31b": "Gemma 4 31B (12 of 60 layers)",
+}
+OF_MODEL = {  # parts of the gate without which ours is not measured with these shapes
+    "gpt-oss-20b": {"learnt"},
+    "deepseek-v2-lite": {"latents_recent", "exact_latents", "graphs_latents"},
+    "gemma-4-31b": {"sizes"},
+}
 began = time.monotonic()
 
 
@@ -141,8 +158,7 @@ def needed(kind, model="llama-8b", shapes=()):
         some |= {x for x in WANTED if "firsts" in x or "recent" in x} | {"graphs_firsts"}
     if "trellis" in kind:
         some, must = some | {"graphs_trellis"}, {"trellis"}
-    if model == "gpt-oss-20b":
-        must |= {"learnt"}
+    must |= OF_MODEL.get(model, set())
     if any(x.startswith("offload:") for x in shapes):
         some, must = some | {"offload_codes"}, must | {"offload"}
     if any(x.startswith("folder:") for x in shapes):
@@ -346,7 +362,7 @@ def options(p):
         nargs="*",
         default=["k3v3-128", "bf16", "fp8"],
         help=(
-            "bf16, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a "
+            "bf16, bf16-triton, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a "
             "block; k3v3-128-r16-s4: with exact recent and first tokens; …-even: without lists "
             "of work, ragged: alone; k2v2-trellis_fast-128: a preset's trellis for reading"
         ),
@@ -357,7 +373,7 @@ def options(p):
         default="llama-8b",
         help=(
             "whose shapes; gpt-oss-20b: learnt logits, windows in every second layer, experts "
-            "in 4 bits"
+            "in 4 bits; deepseek-v2-lite: latents; gemma-4-31b: heads of 256 and 512"
         ),
     )
     p.add_argument(
@@ -414,7 +430,7 @@ def options(p):
         "--parts",
         nargs="*",
         default=PARTS,
-        choices=(*WANTED, *PARTS[2:]),
+        choices=sorted({*WANTED, *PARTS}),
         help=(
             "of the gate, which kinds of ours need; one is not measured if a part that "
             "concerns it does not pass. hybrid needs flash attention that was built for "

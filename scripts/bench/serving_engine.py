@@ -65,17 +65,97 @@ GPT_OSS_20B = dict(
     quantization_config={"quant_method": "mxfp4"},
 )
 
-MODELS = {"llama-8b": LLAMA_8B, "gpt-oss-20b": GPT_OSS_20B}
+# latents; all but the first layer have experts
+DEEPSEEK_V2_LITE = dict(
+    architectures=["DeepseekV2ForCausalLM"],
+    model_type="deepseek_v2",
+    hidden_size=2048,
+    intermediate_size=10944,
+    moe_intermediate_size=1408,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    kv_lora_rank=512,
+    q_lora_rank=None,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    first_k_dense_replace=1,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    num_experts_per_tok=6,
+    n_group=1,
+    topk_group=1,
+    topk_method="greedy",
+    norm_topk_prob=False,
+    routed_scaling_factor=1.0,
+    vocab_size=102400,
+    max_position_embeddings=163840,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=40.0,
+        beta_fast=32,
+        beta_slow=1,
+        original_max_position_embeddings=4096,
+        mscale=0.707,
+        mscale_all_dim=0.707,
+    ),
+    torch_dtype="bfloat16",
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+# five layers with a window and heads of 256 to one with heads of 512, whose values are its keys'
+# projection; 12 of its 60 layers, which leave room for the cache
+GEMMA_4_31B = dict(
+    architectures=["Gemma4ForCausalLM"],
+    model_type="gemma4_text",
+    hidden_size=5376,
+    intermediate_size=21504,
+    num_hidden_layers=12,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    num_global_key_value_heads=4,
+    head_dim=256,
+    global_head_dim=512,
+    attention_k_eq_v=True,
+    sliding_window=1024,
+    layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
+    hidden_size_per_layer_input=0,
+    vocab_size=262144,
+    max_position_embeddings=131072,
+    torch_dtype="bfloat16",
+    tie_word_embeddings=True,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+MODELS = {
+    "llama-8b": LLAMA_8B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "gemma-4-31b": GEMMA_4_31B,
+}
+OWN_CHOICE = "deepseek-v2-lite", "gemma-4-31b"  # vLLM has several backends for them, and picks
+# newer releases of transformers keep what differs by layer where vLLM 0.26 does not look
+BY_LAYER = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
 
 SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed from a graph
 
 
 def recipe_of(name):
     """A preset's name, or the preset named before "_fast" with the trellis that is faster to
-    read."""
+    read; bits alone (k3v4) where no preset has them."""
+    from turboquant_nb.quant.recipe import PRESETS, preset
+
     if not name.endswith("_fast"):
-        return name
-    from turboquant_nb.quant.quantizer import preset
+        bits = re.fullmatch(r"k(\d)v(\d)", name)
+        if name in PRESETS or not bits:
+            return name
+        return dict(zip(("key", "value"), (dict(bits=int(x)) for x in bits.groups())))
 
     found = json.loads(preset(name.removesuffix("_fast")).to_json())
     for side in ("key", "value"):
@@ -83,8 +163,9 @@ def recipe_of(name):
     return found
 
 
-def options(kind, largest, gpus, memory):
-    """What differs between kinds: bf16, a kv_cache_dtype of vLLM, or a preset of ours with
+def options(kind, largest, gpus, memory, model="llama-8b"):
+    """What differs between kinds: bf16, bf16-triton (by vLLM's kernel in Triton, of models whose
+    kernel it picks itself), a kv_cache_dtype of vLLM, or a preset of ours with
     tokens of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4; with
     -even at its end without lists of work. Keys of dummy weights have no means."""
     of = dict(
@@ -104,6 +185,8 @@ def options(kind, largest, gpus, memory):
             "cudagraph_capture_sizes": sorted({n for n in SIZES if n < largest} | {largest}),
         },
     )
+    if wide := {name: MODELS[model][name] for name in BY_LAYER if name in MODELS[model]}:
+        of["hf_overrides"] = wide | dict(allow_global_per_layer_attribute_access=True)
     if found := re.fullmatch(OURS, kind):
         recipe, block, *exact = found.groups()[:4]
         given = {name: int(x or 0) for name, x in zip(("recent", "sinks"), exact)}
@@ -114,9 +197,11 @@ def options(kind, largest, gpus, memory):
                 "turboquant_nb": {"recipe": recipe_of(recipe), "means": False} | given
             },
         )
-    return of | (
-        dict(attention_backend="FLASH_ATTN") if kind == "bf16" else dict(kv_cache_dtype=kind)
-    )
+    if not kind.startswith("bf16"):
+        return of | dict(kv_cache_dtype=kind)
+    if kind == "bf16-triton":
+        return of | dict(attention_backend="TRITON_ATTN")
+    return of | ({} if model in OWN_CHOICE else dict(attention_backend="FLASH_ATTN"))
 
 
 OURS = r"(k\dv\d(?:-trellis(?:_fast)?)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-even)?"
@@ -417,7 +502,7 @@ def main(
     if not sys.stdin.readline():  # who would have said begin is gone
         return
     began = time.time()
-    more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory)
+    more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory, model)
     if offloaded := [b * n for what, b, n, _ in shapes if what in ("offload", "folder")]:
         more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model], kind, shared)
     copied = copies() if offloaded else []

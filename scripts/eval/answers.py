@@ -42,7 +42,7 @@ from turboquant_nb.evaluation.sandbox import program_in, run_program
 from turboquant_nb.evaluation.score import Prefill, prefill
 from turboquant_nb.evaluation.significance import wilson
 from turboquant_nb.hf import ModelInfo, TurboQuantCache
-from turboquant_nb.quant.quantizer import as_recipe
+from turboquant_nb.quant.recipe import as_recipe
 
 CITIES = (
     "Oslo Lima Cairo Paris Tokyo Quito Delhi Rome Kyiv Accra Dublin Madrid Vienna Athens "

@@ -22,7 +22,7 @@ from plan import Plan
 from turboquant_nb.cli.plan import CacheSize, plain_bytes
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.latents import IndexKeys
-from turboquant_nb.quant.quantizer import Recipe
+from turboquant_nb.quant.recipe import Recipe
 
 CLASSES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 VOCAB = 61

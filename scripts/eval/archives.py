@@ -37,7 +37,8 @@ from turboquant_nb.files import write_file
 from turboquant_nb.hf import TurboQuantCache, storage
 from turboquant_nb.quant import calibration
 from turboquant_nb.quant.mixed_precision import HeadRecipe
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
 FREQ = 0.1 ** torch.arange(8.0)

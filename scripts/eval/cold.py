@@ -41,7 +41,8 @@ from turboquant_nb.calibration.small import _flat, _heads, fit_small, read_small
 from turboquant_nb.evaluation.score import paired, prefill, token_losses
 from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.hf.storage import save_compressed
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.serving.lmcache import ChunkCodec
 from transformers.cache_utils import DynamicCache
 

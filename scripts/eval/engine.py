@@ -30,10 +30,11 @@ from transformers import DynamicCache
 
 from turboquant_nb import TurboQuantCache
 from turboquant_nb.cache import append as cache_append
-from turboquant_nb.kernels import encode
+from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.calibration.fit import calibrate
 from turboquant_nb.quant.calibration import Calibration, save_calibration
-from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import PRESETS, Recipe
 
 CUDA = torch.cuda.is_available()
 CHUNK = 64
@@ -176,7 +177,7 @@ def coded_cache(a, model, calibration, case, recent):
     recipe = Recipe(Spec(bits=k, center=center), Spec(bits=v), case.first, recent)
     layers = iter(calibration.centers)
     mean = lambda store, part, x: next(layers)[None, :, None].to(x.device, torch.bfloat16)
-    cache_append.first_mean = encode.first_mean = mean  # as the cache holds it
+    cache_append.first_mean = kernel_mean.first_mean = mean  # as the cache holds it
     return TurboQuantCache(model, recipe, calibration=of, backend="auto" if CUDA else "torch")
 
 

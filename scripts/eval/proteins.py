@@ -42,7 +42,8 @@ from turboquant_nb.esm import (
     tokens,
     variants,
 )
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.esm.calibration import _pass_over, code_header
 from turboquant_nb.esm.checkpoints import _INDEX, RESIDUES, batches
 from turboquant_nb.esm.model import _real, _replayed

@@ -15,7 +15,8 @@ from plan import Plan
 from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, paired
 from turboquant_nb.quant.mixed_precision import by_layer
-from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, preset
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import PRESETS, Recipe, preset
 
 BOTH, DECODE = ("decode", "stress"), ("decode",)
 

@@ -27,7 +27,8 @@ from eval.windows import texts_of
 from plan import Plan
 
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.quant.quantizer import Spec, as_recipe, decode, scalar_codebook
+from turboquant_nb.quant.quantizer import Spec, decode, scalar_codebook
+from turboquant_nb.quant.recipe import as_recipe
 
 D_HEAD = 128
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

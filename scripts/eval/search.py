@@ -18,7 +18,8 @@ from turboquant_nb.cache.store import KVStore, tables_of
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import OnePass, one_pass_gate
 from turboquant_nb.hf import layer_frequencies
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 PAIRS = (
     "4 4,3 3,2 2,3 2,4 3,4 2,2 1,3.5 2.5,2.5 1.5,1.5 1,4 2.5,3.5 3,3 1.5,2 1.5,2.5 2,3 2.5,1 "

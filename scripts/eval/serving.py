@@ -28,7 +28,8 @@ from turboquant_nb.evaluation.score import OnePass, score, token_losses
 from turboquant_nb.hf import ModelInfo, turboquant_mask
 from turboquant_nb.hf.hooks import register
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, decode
+from turboquant_nb.quant.quantizer import Spec, decode
+from turboquant_nb.quant.recipe import PRESETS, Recipe
 from turboquant_nb.theory.rope import apply_cos_sin
 
 CASES = [  # transforms, mean, exact recent tokens, exact first tokens

@@ -18,7 +18,7 @@ from plan import Plan
 
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.storage import load_compressed, save_compressed
-from turboquant_nb.quant.quantizer import PRESETS
+from turboquant_nb.quant.recipe import PRESETS
 
 
 def compressors():

@@ -23,13 +23,14 @@ from typing import NamedTuple
 
 import torch
 
-from turboquant_nb.kernels import blocks, encode, launch, ops
+from turboquant_nb.kernels import append, blocks, encode_launch, launch, ops
 from turboquant_nb.kernels.cell_attention import Launching, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.past import join_past, past_cells
 from turboquant_nb.kernels.recent import append_recent, locate_sinks
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.quant.quantizer import Quantizer, Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.pages import Exact, Recent, Requests
 from turboquant_nb.cache.store import KVStore
 
@@ -110,7 +111,7 @@ def store_case(case):
     )
     for n in (255, 1, 1, 3, 33):
         x = states(2, batch, heads, n, d)
-        encode.append(store, *x)
+        append.append(store, *x)
         if n > 3:
             continue
         for repeat in range(2):
@@ -163,7 +164,7 @@ def part_case(case):
     store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, tile=64)
     for n in (255, 1, 3):
         x = states(2, batch, heads, n, d)
-        (KVStore.append if encode.refuses(recipe, d, device=DEVICE) else encode.append)(
+        (KVStore.append if encode_launch.refuses(recipe, d, device=DEVICE) else append.append)(
             store, *x
         )
         if decay and n == 255:

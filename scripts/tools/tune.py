@@ -23,7 +23,8 @@ import torch
 
 from turboquant_nb import results
 from turboquant_nb.kernels import decode, decode_mma, launch
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.quant.quantizer import Recipe, Spec, decode
+from turboquant_nb.quant.quantizer import Spec, decode
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 

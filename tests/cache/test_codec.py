@@ -15,7 +15,8 @@ from tests.hf.test_archive import Allocations
 from turboquant_nb.cache import codec, disk
 from turboquant_nb.cache.codec import KVStore, Reader, Writer
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.memory import Part
 from turboquant_nb.cache.store import KVStore, expected_nbytes, tail_with
 from turboquant_nb.testing import same

@@ -12,7 +12,8 @@ from turboquant_nb.cache import attention, gather, token_coder
 from turboquant_nb.cache.packing import Layout, pack, unpack
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.mixed_precision import find_code
-from turboquant_nb.quant.quantizer import Recipe, Spec, scalar_codebook
+from turboquant_nb.quant.quantizer import Spec, scalar_codebook
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 

@@ -12,7 +12,8 @@ from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes, t
 from turboquant_nb.cache.append import prompt_pair_scales
 from turboquant_nb.apps.search import CodedIndex
 from turboquant_nb.kernels import launch, ops
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.serving.step import serving_recipe
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rope import apply_rope

@@ -10,7 +10,8 @@ import torch
 from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.cache.store import tail_with
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 B, H, D, TILE = 2, 2, 8, 8
 CENTRED = Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=2, recent=4)

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from tests.helpers import SLOW, recording, reseal
 from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes, row_tensors, tables_of
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, channel_bits, decode, preset
+from turboquant_nb.quant.quantizer import Quantizer, Spec, channel_bits, decode
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
@@ -1050,7 +1051,7 @@ AGAIN = """
 import importlib.util, sys, torch
 from turboquant_nb.cache import clock, store
 from turboquant_nb.kernels import encode, launch
-from turboquant_nb.quant.quantizer import Recipe
+from turboquant_nb.quant.recipe import Recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
 for module in (clock, store, launch, encode):  # as a notebook that exports the module does, in a process that has imported it

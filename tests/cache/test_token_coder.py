@@ -11,7 +11,8 @@ from turboquant_nb.cache import token_coder
 from turboquant_nb.cache import attention, gather
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from tests.cache.test_gather import FREQ, close
 from tests.helpers import Calls

@@ -24,7 +24,8 @@ from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import score
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.mixed_precision import HeadRecipe
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

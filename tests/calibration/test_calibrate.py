@@ -33,7 +33,8 @@ from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, as_recipe, decode, encode
+from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
+from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.cache.disk import state_of

@@ -13,7 +13,7 @@ import typer
 from turboquant_nb import cli
 from turboquant_nb.cli import app as conventions
 from turboquant_nb.cli import generate as answers
-from turboquant_nb.quant.quantizer import PRESETS
+from turboquant_nb.quant.recipe import PRESETS
 
 from .conftest import PROGRAM, refused, shell
 
@@ -27,7 +27,7 @@ def test_a_command_is_a_file(call, tmp_path, monkeypatch):
 from turboquant_nb.cli.app import app, command, lazy, option, options
 from turboquant_nb.cli.output import Output
 
-slow = lazy("turboquant_nb.quant.quantizer")
+slow = lazy("turboquant_nb.quant.recipe")
 
 
 @options("Whales")

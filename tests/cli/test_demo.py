@@ -15,7 +15,7 @@ from turboquant_nb.cli import demo as demos
 from turboquant_nb.cli.generate import common_prefix
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Recipe, preset
+from turboquant_nb.quant.recipe import Recipe, preset
 
 from .conftest import SIZE, save
 

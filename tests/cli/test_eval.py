@@ -8,7 +8,7 @@ import pytest
 
 from turboquant_nb import cli, results
 from turboquant_nb.evaluation import candidates
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 
 from .test_output import SHORT, Terminal
 

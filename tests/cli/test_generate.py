@@ -15,7 +15,7 @@ from turboquant_nb.cli import generate as answers
 from turboquant_nb.cli.inputs import tokens_of
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 
 from .conftest import refused
 

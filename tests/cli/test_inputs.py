@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from turboquant_nb.cli import eval, inputs, recipes
 from turboquant_nb.evaluation import candidates, models
-from turboquant_nb.quant.quantizer import PRESETS, preset
+from turboquant_nb.quant.recipe import PRESETS, preset
 
 from .conftest import SIZE, refused, shell
 

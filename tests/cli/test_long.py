@@ -17,7 +17,7 @@ from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.evaluation.long import ablations
 from turboquant_nb.evaluation.questions import TASKS, Item, Task
-from turboquant_nb.quant.quantizer import Recipe
+from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CODED = '{"key": {"bits": 2}, "value": {"bits": 1}, "sinks": 0, "recent": 0}'

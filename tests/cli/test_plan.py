@@ -16,7 +16,8 @@ from transformers import (
 
 from turboquant_nb.cli import plan
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 from .conftest import SIZE
 

@@ -8,7 +8,8 @@ import torch
 
 from turboquant_nb.cli import plan
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.quant.quantizer import PRESETS, Recipe, Spec, as_recipe, preset
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, LlamaConfig, Qwen2Config, Qwen3NextConfig
 
 from turboquant_nb.cli import serve
 from turboquant_nb.quant.layer_info import LayerInfo
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 from turboquant_nb.serving.step import ServingConfig
 
 from .conftest import refused
@@ -60,12 +60,7 @@ def test_layers_of_several_sizes(monkeypatch):
     )
     assert serve.cache_size([near, near], k3v3)["bytes_per_token"] == 2 * 16 * 196
     latent = LayerInfo(0, heads=1, key_size=512, value_size=64, latent=512, beside=64, **sizes)
-    with pytest.raises(
-        ValueError, match="latent attention.* TurboQuantCache serves them in tr"
-    ):
-        serve.cache_size([latent], k3v3)
-    # with the processor build of vLLM they are, and on several GPUs each has all of them
-    monkeypatch.setenv("TURBOQUANT_NB_VLLM_CPU", "1")
+    # on several GPUs each has all of them
     found = serve.cache_size([latent, latent], k3v3, gpus=2)
     assert found["bytes_per_token"] == 2 * 2 * k3v3.bytes_per_token(512, 64) == 4 * 220
     assert found["bytes_16_bit"] == 2 * 2 * 2 * (512 + 64)

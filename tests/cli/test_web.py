@@ -20,7 +20,7 @@ from turboquant_nb.cli import web
 from turboquant_nb.cli.app import Usage
 from turboquant_nb.cli.recipes import Changes, asked_caches
 from turboquant_nb.evaluation.models import load_model
-from turboquant_nb.quant.quantizer import PRESETS, preset
+from turboquant_nb.quant.recipe import PRESETS, preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PYTHON = os.environ.get("TURBOQUANT_NB_WEB", sys.executable)

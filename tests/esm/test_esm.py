@@ -44,7 +44,8 @@ from turboquant_nb.esm import (
 )
 from turboquant_nb.esm.mutations import MaskedRows, sampled
 from turboquant_nb.hf.graphs import Tape
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.esm.transform import RECIPES, SideSpec
 from turboquant_nb.theory import transforms
 

@@ -42,7 +42,8 @@ from turboquant_nb.evaluation.tasks import (
 )
 from turboquant_nb.evaluation.models import embedded_path, load_model
 from turboquant_nb.hf.hooks import AttentionCall
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, tables_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

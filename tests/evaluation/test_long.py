@@ -17,7 +17,7 @@ from turboquant_nb.evaluation.long import (
     with_causes,
 )
 from turboquant_nb.evaluation.questions import TASKS
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 
 
 def found(rights, tokens=None, ended=True):

@@ -20,7 +20,8 @@ from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 from turboquant_nb.kernels.decode import is_interpreted
 from turboquant_nb.quant.mixed_precision import HeadRecipe, recipe_from_json
-from turboquant_nb.quant.quantizer import CODES, Recipe, Spec, register_code, scalar_code
+from turboquant_nb.quant.quantizer import CODES, Spec, register_code, scalar_code
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import raises, same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 from turboquant_nb.cache import token_coder
 from turboquant_nb.cache.store import expected_nbytes
 from turboquant_nb.hf import TurboQuantCache, TurboQuantLayer, layer_frequencies
-from turboquant_nb.quant.quantizer import Recipe, Spec, as_recipe
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.quant.mixed_precision import by_layer
 from turboquant_nb.testing import same
 from turboquant_nb.theory import centre

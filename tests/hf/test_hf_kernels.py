@@ -28,7 +28,8 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import attention as hf_attention
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
 OWN = (
@@ -590,7 +591,7 @@ class Silent:
 @pytest.fixture
 def silent(monkeypatch):
     "Names of launches, which do nothing: what is left is the host's part, on any machine."
-    from turboquant_nb.kernels import decode, decode_mma, encode, launch
+    from turboquant_nb.kernels import decode, decode_mma, encode, encode_launch, launch
 
     made = []
 
@@ -603,7 +604,7 @@ def silent(monkeypatch):
         return decode.Launch({grid: Silent(made, name)[grid]}, grid, args, self.places, slots)
 
     monkeypatch.setattr(decode.Launcher, "__call__", note)
-    monkeypatch.setattr(encode, "_short_kernel", Silent(made, "append"))
+    monkeypatch.setattr(encode_launch, "_short_kernel", Silent(made, "append"))
     monkeypatch.setattr(
         launch, "_device_reason", lambda device, portable: "portable" if portable else ""
     )
@@ -611,7 +612,7 @@ def silent(monkeypatch):
     monkeypatch.setattr(launch, "run_kernel", decode_mma.mma_attention)
     hopper = encode.DeviceProperties(132, 232448, (9, 0))
     monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
-    monkeypatch.setattr(encode, "_READY", {})
+    monkeypatch.setattr(encode_launch, "_READY", {})
     return made
 
 

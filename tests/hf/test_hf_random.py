@@ -24,7 +24,8 @@ from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention
 from turboquant_nb.hf.layer import STEPS
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.quant.quantizer import Coded, Recipe, Spec, decode
+from turboquant_nb.quant.quantizer import Coded, Spec, decode
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.memory import TruncatedCode
 from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.theory.centre import prompt_mean

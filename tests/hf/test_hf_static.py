@@ -12,7 +12,7 @@ from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.kernels import ops
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Recipe
+from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 LENGTH = 64

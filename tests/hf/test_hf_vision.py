@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.helpers import cache_for
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 
 transformers = pytest.importorskip("transformers")

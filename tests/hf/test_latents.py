@@ -13,7 +13,8 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.kernels import ops
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

@@ -15,7 +15,8 @@ from turboquant_nb.evaluation.score import one_pass_gap, predict, prefill, score
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.kernels import launch
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]

@@ -8,7 +8,8 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = Recipe(Spec(3), Spec(3), recent=512)

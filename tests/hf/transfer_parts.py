@@ -19,7 +19,7 @@ from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.hf import TurboQuantCache, transfer
 from turboquant_nb.quant.mixed_precision import HeadRecipe
-from turboquant_nb.quant.quantizer import preset
+from turboquant_nb.quant.recipe import preset
 
 # of peers that are there: on a busy machine one may be silent for more than a second
 send, sending, receive = (

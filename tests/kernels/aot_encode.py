@@ -12,20 +12,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
-from turboquant_nb.kernels import encode as kernel
+from turboquant_nb.kernels import encode, encode_launch, encode_short
+from turboquant_nb.kernels import mean as kernel_mean
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
 def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=0, dv=None):
     "The constants of keys and of values."
-    one = kernel.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
-    rotations = kernel.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
+    one = encode.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
+    rotations = encode.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
     means = (torch.bfloat16 if center else None, None)
     sides = zip((d, dv or d), bits, means, (r, 0), rotations)
     return [
-        kernel.CodingConstants.of(
-            kernel.CodedSide(size, dtype, b, "mse", torch.float16, mean, r, chain),
+        encode.CodingConstants.of(
+            encode.CodedSide(size, dtype, b, "mse", torch.float16, mean, r, chain),
             rotation,
             capability >= 90,
         )
@@ -35,7 +36,7 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=
 
 def compiled(f, constants, dtype, capability, options):
     "A kernel for pointers and numbers as `append` gives them."
-    plain = f is kernel._encode_kernel and not constants["KC"].ROPE
+    plain = f is encode._encode_kernel and not constants["KC"].ROPE
     of_side = dict.fromkeys(("X", "SINKS", "RING"), NAMES[dtype])
     of_side |= dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(W="*bf16", TAB="*fp32")
     of_side |= dict(MEAN="*fp32" if plain else "*bf16", SCALE="*fp16", factor="fp32")
@@ -68,27 +69,31 @@ def build(
     both = dict(zip(("KC", "VC"), sides))
     shared = both | {"R": 64, "STATIC": static, "WIDE": False}
     if n > 64:
-        m, options = config or kernel._config(d, 64, parts, capability >= 90, dtype.itemsize, r)
+        m, options = config or encode_launch._config(
+            d, 64, parts, capability >= 90, dtype.itemsize, r
+        )
         return compiled(
-            kernel._encode_kernel,
+            encode._encode_kernel,
             shared | {"M": m, "ksd": 1, "vsd": 1, "WHOLE": whole},
             dtype,
             capability,
             options,
         )
-    m, options = config or kernel._short_config(d, capability >= 90)
+    m, options = config or encode_launch._short_config(d, capability >= 90)
     more = {"M": m, "sinks": 4, "ring": 64, "STEP": step} | ({"n": 1} if n == 1 else {})
-    return compiled(kernel._short_kernel, shared | more, dtype, capability, options)
+    return compiled(encode_short._short_kernel, shared | more, dtype, capability, options)
 
 
 def mean(capability=90, d=128):
     "The kernel that makes a mean of sums."
     log = (d - 1).bit_length()
-    constants = dict(D=d, DP=1 << log, LOG_DP=log, T=kernel.LANES)
-    constants["LOG"] = kernel.LANES.bit_length() - 1
+    constants = dict(D=d, DP=1 << log, LOG_DP=log, T=kernel_mean.LANES)
+    constants["LOG"] = kernel_mean.LANES.bit_length() - 1
     types = dict(SUMS="*fp32", START="*i64", MEAN="*fp32")
     options = dict(num_warps=4 if d <= 256 else 8, enable_fp_fusion=False)
-    return aot_decode.compiled(kernel._mean_kernel, constants, capability, types, **options)
+    return aot_decode.compiled(
+        kernel_mean._mean_kernel, constants, capability, types, **options
+    )
 
 
 if __name__ == "__main__":

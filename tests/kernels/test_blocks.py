@@ -11,7 +11,8 @@ if not torch.cuda.is_available():
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.kernels import blocks, decode_mma, launch, ops
 from tests.helpers import ahead_of_time, attended_store
 

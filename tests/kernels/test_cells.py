@@ -25,7 +25,8 @@ from turboquant_nb.kernels.recent import append_recent, locate_sinks
 from turboquant_nb.kernels.work import Reads, Workspace, count_splits, list_work
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
+from turboquant_nb.quant.quantizer import Quantizer, Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
 from tests.helpers import RecentBlocks, ahead_of_time, covering_pairs, random_history

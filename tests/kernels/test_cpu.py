@@ -15,7 +15,8 @@ from turboquant_nb.cache.clock import flags_of
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.cpu import Cpu, Library
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
 INFO = Path("/proc/cpuinfo")

@@ -34,7 +34,8 @@ from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.cache.packing import Layout, pack
 from turboquant_nb.quant.mixed_precision import find_code
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.quant.residual import sign_codebook
 from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.cache.store import KVStore

@@ -16,11 +16,14 @@ from tests.helpers import SLOW, ahead_of_time, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.append import angles, append_by_host, first_mean
 from turboquant_nb.cache.store import row_tensors, tables_of
-from turboquant_nb.kernels import encode as kernel
+from turboquant_nb.kernels import append as kernel
+from turboquant_nb.kernels import encode, encode_launch, encode_short
+from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
-from turboquant_nb.quant.quantizer import Recipe, Spec, decode, preset
+from turboquant_nb.quant.quantizer import Spec, decode
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 
@@ -243,7 +246,7 @@ def test_fused_mean(of, starts):
                 cos, sin = angles(store, 0, n).double().chunk(2, -1)
                 a, b = y[..., : r // 2].clone(), y[..., r // 2 : r].clone()
                 y[..., : r // 2], y[..., r // 2 : r] = a * cos + b * sin, b * cos - a * sin
-            got = kernel.fused_mean(store, side, x)
+            got = kernel_mean.fused_mean(store, side, x)
             same(got.view(torch.int16), first_mean(store, side, x).view(torch.int16))
             assert got.dtype == torch.bfloat16 and got.shape == (2, 2, 1, d)
             for i, first in enumerate(begin):
@@ -500,10 +503,10 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
             get_current_device=staticmethod(lambda: 3),
         ),
     )
-    monkeypatch.setattr(kernel.triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     compiled, grid = Compiled(), (5, 2, 1)
     compiled.run = run
-    direct = kernel.direct_launcher(compiled, grid)
+    direct = encode_launch.direct_launcher(compiled, grid)
     assert not calls
     direct(1, 2.5, "x")
     compiled[grid](1, 2.5, "x")
@@ -513,7 +516,9 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
         and direct.__qualname__.startswith("direct_launcher")
     )
     run.global_scratch_size = 8
-    assert not kernel.direct_launcher(compiled, grid).__qualname__.startswith("direct_launcher")
+    assert not encode_launch.direct_launcher(compiled, grid).__qualname__.startswith(
+        "direct_launcher"
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -607,7 +612,7 @@ def test_one_token_leaves_others_alone(first):
             side.tensors[n].copy_(p)
         side.tensors["scale"].fill_(7)
     k, v = states(1, 2, 1, 32), states(1, 2, 1, 32, seed=1)
-    kernel.encode_append(store, k, v, first)
+    encode_launch.encode_append(store, k, v, first)
     for name, side, x in (("key", store.key, k), ("value", store.value, v)):
         codes = unpack(
             [side.tensors[n] for n in side.memory.groups[0].names], side.memory.groups[0].layout
@@ -830,7 +835,7 @@ def test_flags_without_checks():
     "The low-level call does not look at values; it says afterwards what was wrong, and where."
     store = KVStore(Recipe(Spec(), Spec(), 0, 0), 1, 2, 32, device=DEVICE, max_length=256)
     x = states(1, 2, 8, 32, torch.float32)
-    call = lambda k, v: kernel.encode_append(store, k, v, 0).tolist()
+    call = lambda k, v: encode_launch.encode_append(store, k, v, 0).tolist()
     y, z = x.clone(), x.clone()
     y[0, 0, 0, 0], z[0, 0, 0, 0] = float("nan"), 3e6
     assert call(x, x) == [0, 0, 0, 0]
@@ -857,7 +862,9 @@ def test_flags_go_up_and_nothing_beside_them(way):
         kernel.append(store, bad.to(DEVICE), bad.to(DEVICE))
     else:
         first = 0 if n == 256 else 100
-        kernel.encode_append(store, bad.to(DEVICE), bad.to(DEVICE), first, flags=flags[:4])
+        encode_launch.encode_append(
+            store, bad.to(DEVICE), bad.to(DEVICE), first, flags=flags[:4]
+        )
     assert flags.tolist() == [1, 1, 1, 1, 0, 0]
     assert (memory[:256] == 7).all() and (memory[262:] == 7).all()
 
@@ -872,9 +879,9 @@ def test_refusals():
         (preset("k3v3"), (64, None, torch.float64), "dtype"),
         (preset("k3v3"), (64, None, torch.bfloat16, DEVICE, 70000), "65535"),
     ):
-        reason = kernel.refuses(recipe, *args)
+        reason = encode_launch.refuses(recipe, *args)
         assert why in reason
-    assert not kernel.refuses("k3v3", 64, device=DEVICE)
+    assert not encode_launch.refuses("k3v3", 64, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -882,9 +889,9 @@ def test_refusals():
 )
 def test_a_half_of_a_head_has_as_many_lanes_as_a_power_of_two(d, lanes):
     "More would be as right, and cost as much again."
-    side = kernel.CodedSide(d, torch.bfloat16, 3, "mse", torch.float16)
-    rotation = kernel.RotationOperand(torch.empty(1, d, d), 1.0, True)
-    assert kernel.CodingConstants.of(side, rotation).HALF == lanes
+    side = encode.CodedSide(d, torch.bfloat16, 3, "mse", torch.float16)
+    rotation = encode.RotationOperand(torch.empty(1, d, d), 1.0, True)
+    assert encode.CodingConstants.of(side, rotation).HALF == lanes
 
 
 def test_bad_arguments():
@@ -893,14 +900,14 @@ def test_bad_arguments():
     )
     x = states(1, 2, 4, 32)
     with pytest.raises(ValueError, match="k must be torch.bfloat16 on .* like the store"):
-        kernel.encode_append(store, x.double(), x, 0)
+        encode_launch.encode_append(store, x.double(), x, 0)
     with pytest.raises(ValueError, match="v must have shape"):
-        kernel.encode_append(store, x, x[..., :24], 0)
+        encode_launch.encode_append(store, x, x[..., :24], 0)
     with pytest.raises(ValueError, match="equally many tokens, got 4 and 3"):
-        kernel.encode_append(store, x, x[:, :, :3], 0)
+        encode_launch.encode_append(store, x, x[:, :, :3], 0)
     for first in (-1, 254):
         with pytest.raises(ValueError, match=f"tokens must lie in .0, 256., got {first}"):
-            kernel.encode_append(store, x, x, first)
+            encode_launch.encode_append(store, x, x, first)
     odd = KVStore(
         Recipe(Spec(center="pre_rope"), Spec(), 0, 0),
         1,
@@ -913,7 +920,7 @@ def test_bad_arguments():
     )
     odd.cos_sin.table = odd.cos_sin.table[:256]
     with pytest.raises(ValueError, match="for 304 positions; got 256"):
-        kernel.encode_append(odd, x, x, 300)
+        encode_launch.encode_append(odd, x, x, 300)
     with pytest.raises(ValueError, match="cannot serve"):
         kernel.append(
             KVStore(Recipe(residual="prod"), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE),
@@ -961,8 +968,8 @@ def test_arguments_stand_where_the_kernels_have_them():
     two fields change places."""
     for side, f, rest in (
         (
-            kernel.ShortSide,
-            kernel._short_kernel,
+            encode_launch.ShortSide,
+            encode_short._short_kernel,
             [
                 "START",
                 "COS_SIN",
@@ -986,7 +993,7 @@ def test_arguments_stand_where_the_kernels_have_them():
                 "STEP",
             ],
         ),
-        (kernel.LongSide, kernel._encode_kernel, None),
+        (encode_launch.LongSide, encode._encode_kernel, None),
     ):
         names, fields = list(f.arg_names), list(side._fields)
         want = names_of(fields, "k") + names_of(fields, "v")
@@ -1001,7 +1008,7 @@ def test_addresses_are_those_of_the_tensors():
     addresses."""
     store = KVStore("k3v2", 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     x = states(2, 2, 1, 64)
-    plan = kernel._plan(store)
+    plan = encode_launch._plan(store)
     for side, one in ((plan.key, store.key), (plan.value, store.value)):
         tensors = list(one.tensors.values())
         given, addresses = (
@@ -1062,7 +1069,7 @@ def _product_kernel(X, W0, W1, W2, OUT, XP: tl.constexpr, WP: tl.constexpr, WIDE
     acc = tl.zeros((16, 16), tl.float32)
     tl.store(
         OUT + i,
-        kernel._add_product(
+        encode._add_product(
             acc, tl.load(X + i), tl.load(W0 + i), tl.load(W1 + i), tl.load(W2 + i), XP, WP, WIDE
         ),
     )

@@ -15,7 +15,8 @@ from turboquant_nb.cache.attention import Call, attend, visible
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import latents, ops
 from turboquant_nb.kernels.latents import Form, Latents, refuses
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -12,7 +12,8 @@ from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.kernels import ops
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, tail_with
 
 CUDA = torch.cuda.is_available()

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers import ahead_of_time
 from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.kernels import encode, launch, ops
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.kernels import encode, encode_launch, launch, ops
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 NOTEBOOK = Path(__file__).parents[2] / "nbs" / "44_launch.ipynb"
 needs_triton = pytest.mark.skipif(
@@ -34,7 +35,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(encode, "_interpreted", lambda: False)
         found = encode.DeviceProperties(132, 232448, capability if hip is None else ())
         found = dict(cuda=found, cpu=encode.DeviceProperties())
-        for module in (launch, encode):
+        for module in (launch, encode, encode_launch):
             monkeypatch.setattr(module, "device_properties", lambda x: found[x.type])
         monkeypatch.setattr(torch.version, "hip", hip)
         return torch.device("cuda")
@@ -89,7 +90,7 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
     ) and launch.select_kernel(plan, device, "portable") == (True, "")
     assert launch.select_kernel(plan, device, "fragments") == (False, "" if fast else why)
     slow = "" if fast else "bf16 tensor cores need compute capability 8.0"
-    assert encode.refuses(store.recipe, 64, dtype=torch.float16, device=device) == slow
+    assert encode_launch.refuses(store.recipe, 64, dtype=torch.float16, device=device) == slow
     store.device = device  # asking reads nothing else of it
     assert launch.why_portable(store) == ("" if fast else why)
     q = torch.zeros(1, 4, 1, 64, dtype=torch.float16)

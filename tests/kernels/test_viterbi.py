@@ -16,7 +16,8 @@ from turboquant_nb.kernels import ops, viterbi
 from turboquant_nb.kernels.blocks import KernelBlocks
 from turboquant_nb.kernels.viterbi import find_symbols
 from turboquant_nb.quant import trellis as codes
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.trellis import TRELLISES
 
 CUDA = torch.cuda.is_available()

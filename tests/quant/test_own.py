@@ -11,7 +11,8 @@ from tests.helpers import Shuffle
 from tests.quant.lives import lives
 from turboquant_nb.quant import quantizer
 from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes
-from turboquant_nb.quant.quantizer import Code, Recipe, Spec, register_code
+from turboquant_nb.quant.quantizer import Code, Spec, register_code
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
 

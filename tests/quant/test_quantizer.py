@@ -1,9 +1,7 @@
 """Coding single vectors: every field of a Spec, every bad input, and the distortion of the
 theory."""
 
-import json
 import math
-from dataclasses import asdict, replace
 from itertools import product
 
 import pytest
@@ -14,17 +12,13 @@ from turboquant_nb.theory.codebook import lloyd_max
 from turboquant_nb.quant.quantizer import (
     HeadCodes,
     ScalarCode,
-    PRESETS,
     Coded,
     Quantizer,
-    Recipe,
     Spec,
-    as_recipe,
     channel_bits,
     decode,
     decode_rotated,
     encode,
-    preset,
     scalar_codebook,
 )
 from turboquant_nb.theory.rotation import make_rotation
@@ -46,7 +40,7 @@ def relative(q, x, mean=None):
     return float((decode(q, encode(q, x, mean), mean) - x.float()).norm() / x.float().norm())
 
 
-# --- Spec, Recipe
+# --- Spec
 # ---------------------------------------------------------------------------------
 
 
@@ -74,87 +68,6 @@ def test_spec_refuses(field, bad):
     with pytest.raises(ValueError, match=field) as info:
         Spec(**{field: bad})
     assert repr(bad) in str(info.value)
-
-
-@pytest.mark.parametrize(
-    "kwargs, error, name",
-    [
-        (dict(key=3), TypeError, "key"),
-        (dict(value=None), TypeError, "value"),
-        (dict(sinks=-1), ValueError, "sinks"),
-        (dict(sinks=1.0), TypeError, "sinks"),
-        (dict(recent=-5), ValueError, "recent"),
-        (dict(recent=True), TypeError, "recent"),
-        (dict(decay=2.0), TypeError, "decay"),
-        (dict(decay=True), TypeError, "decay"),
-    ],
-)
-def test_recipe_refuses(kwargs, error, name):
-    with pytest.raises(error, match=name):
-        Recipe(**kwargs)
-
-
-def test_recipe_json_round_trip_and_hash():
-    for bits, rotation, scale in product(
-        (1, 4), ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased")
-    ):
-        for table, center, dtype in product(
-            ("sphere", "gaussian", "uniform"),
-            ("none", "prompt_mean"),
-            ("float16", "bfloat16", "float32"),
-        ):
-            key = Spec(bits, rotation, 7, scale, table, center, dtype)
-            recipe = Recipe(key=key, value=Spec(bits=2), sinks=3, recent=5)
-            again = Recipe.from_json(recipe.to_json())
-            assert (
-                again == recipe
-                and hash(again) == hash(recipe)
-                and again.to_json() == recipe.to_json()
-            )
-            assert recipe != replace(recipe, recent=6) and asdict(again) == asdict(recipe)
-    assert len({Recipe(), Recipe(), preset("k2v2")}) == 2
-    with pytest.raises(AttributeError):
-        Recipe().sinks = 9
-
-
-def test_residual_shorthand():
-    base = Recipe(Spec(4, center="prompt_mean", seed=5), Spec(2), 1, 2)
-    for name, key in (
-        ("none", {}),
-        ("sign", dict(residual="sign")),
-        ("prod", dict(residual="qjl")),
-        ("rescale", dict(scale="unbiased")),
-    ):
-        r = Recipe(base.key, base.value, 1, 2, residual=name)
-        assert (
-            r
-            == replace(base, key=replace(base.key, **key))
-            == replace(base, residual=name)
-            == as_recipe(r)
-        )
-        assert (
-            Recipe.from_json(r.to_json()) == r == replace(r, recent=2)
-            and "decay" in r.to_json()
-        )
-        body = {
-            "key": asdict(base.key),
-            "value": asdict(base.value),
-            "sinks": 1,
-            "recent": 2,
-            "residual": name,
-        }
-        assert Recipe.from_json(json.dumps(body)) == r
-    assert Recipe(Spec(4, residual="sign"), Spec(), residual="none").key.residual == "none"
-    assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(
-        2, center="auto", residual="qjl"
-    )
-    for bad in ("qjl", "", 1, True):
-        with pytest.raises(ValueError, match="residual must be one of"):
-            Recipe(residual=bad)
-    with pytest.raises(ValueError, match="residual='sign' bits must be"):
-        Recipe(Spec(1), Spec(4), residual="sign")
-    with pytest.raises(ValueError, match="residual='qjl' bits must be"):
-        as_recipe(Recipe(residual="prod"), bits=2.5)
 
 
 def test_own_codebook():
@@ -190,55 +103,6 @@ def test_own_codebook():
     for bits, text in ((2.3, "2.3 at d = 8"), ((3, 2), "length d = 8, got 2")):
         with pytest.raises(ValueError, match=text):
             Quantizer(Spec(bits), 8)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[1]",
-        "{",
-        "",
-        "null",
-        '"k3v3"',
-        '{"key":{}}',
-        '{"key":{},"value":{},"foo":1}',
-        '{"key":[],"value":{}}',
-        '{"key":{"bit":3},"value":{}}',
-    ],
-)
-def test_recipe_from_bad_json(text):
-    with pytest.raises(ValueError, match="not a recipe"):
-        Recipe.from_json(text)
-
-
-def test_presets_and_as_recipe():
-    for name, (k, v) in PRESETS.items():
-        r = preset(name)
-        assert (
-            (r.key.bits, r.value.bits) == (k, v)
-            and name.partition("-")[0] == f"k{k}v{v}"
-            and as_recipe(name) == r
-            and r.key.center == ("prompt_mean" if "fast" in name else "auto")
-            and r.key.codebook
-            == r.value.codebook
-            == ("trellis" if "trellis" in name else "sphere")
-            and r.key.pair_scale == ("prompt" if "trellis" in name else "none")
-            and r.value.pair_scale == "none"
-        )
-    assert as_recipe() == as_recipe(None) == preset("k3v3") and as_recipe(Recipe()) == Recipe()
-    assert as_recipe("k4v2", bits=1) == replace(
-        preset("k4v2"),
-        key=replace(preset("k4v2").key, bits=1),
-        value=replace(preset("k4v2").value, bits=1),
-    )
-    for bad in (0, 9, 5, "3", 2.0, 4.5, True):
-        with pytest.raises(ValueError, match="bits"):
-            as_recipe("k3v3", bits=bad)
-    with pytest.raises(ValueError, match="k9v9"):
-        as_recipe("k9v9")
-    for bad in (3, Spec(), b"k3v3", {"key": 1}):
-        with pytest.raises(TypeError, match="recipe"):
-            as_recipe(bad)
 
 
 # --- encode and decode
@@ -447,24 +311,6 @@ def test_work_is_vectorised(gen):
     assert calls[0] < 600 and calls[1] < 3 * calls[0]
 
 
-def test_the_window_is_long_where_either_side_is_coarse():
-    "`min(k, v) > 2`, not `k > 2` or `v > 2`."
-    windows = {name: preset(name).recent for name in PRESETS}
-    assert windows == {
-        "k4v4": 16,
-        "k4v3": 16,
-        "k3v3": 16,
-        "k4v2": 64,
-        "k3v2": 64,
-        "k2v2": 64,
-        "k4v4-fast": 16,
-        "k3v3-fast": 16,
-        "k3v3-trellis": 16,
-        "k2v2-trellis": 64,
-        "k1v1": 64,
-    }
-
-
 def test_rows_are_decided_each_for_itself():
     """`decided`: most coordinates are, one on an edge is not, and a row of another size beside
     it changes nothing."""
@@ -559,23 +405,6 @@ def test_a_vector_of_zeros_has_the_codes_of_zero(scale):
     )
 
 
-def test_which_recipes_can_lose_a_plane():
-    "A fraction above 2 has channels of 3 bits; 2 bits have nothing to lose."
-    for key, value, can in (
-        (2.5, 1, True),
-        (1, 2.25, True),
-        (3, 2, True),
-        ((2, 3), 2, True),
-        (2, 1.5, False),
-        ((1, 2), 2, False),
-    ):
-        if can:
-            assert Recipe(Spec(key), Spec(value), decay=8).decay == 8
-        else:
-            with pytest.raises(ValueError, match="3 or 4 bits, got at most 2"):
-                Recipe(Spec(key), Spec(value), decay=8)
-
-
 def test_an_edge_of_a_table_that_is_not_symmetric_is_undecided():
     "`- edges`, not `+ edges`, which symmetric tables cannot tell."
     book = codebook.lloyd_max_samples(torch.tensor([-1.0, 0.5, 1.0, 3.0]), 2)
@@ -603,18 +432,6 @@ def test_a_mean_is_taken_off_before_a_transform_per_head():
         with_mean.scale, without.scale
     )
     assert not torch.equal(encode(q, x).codes, without.codes)
-
-
-def test_the_json_of_a_recipe_is_sorted_and_says_what_is_missing():
-    "Sorted: two equal recipes have one text, whatever the order of fields in a later version."
-    fields = json.loads(
-        Recipe().to_json(), object_pairs_hook=lambda pairs: [k for k, _ in pairs]
-    )
-    assert fields == sorted(fields)
-    with pytest.raises(ValueError, match="^not a recipe: 'key' is missing$"):
-        Recipe.from_json("{}")
-    with pytest.raises(ValueError, match="^not a recipe: .*unexpected keyword"):
-        Recipe.from_json('{"key": {}, "value": {}, "other": 1}')
 
 
 def reach(matrix, x, d):

@@ -9,7 +9,8 @@ import torch
 
 from turboquant_nb.cache.store import KVStore, expected_nbytes
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decode, encode
+from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.theory.trellis import TRELLISES
 

@@ -151,12 +151,13 @@ def gemma_4(folder, layers=5, shared=0):
 
 
 def deepseek(folder):
-    """Latents of 512 channels and rotary parts of 64, which all heads share; RoPE as the real
-    model's, since vLLM's kernel for a processor rotates plain one's tokens by chance."""
+    """Latents of 512 channels and rotary parts of 64, which all heads share; heads as the real
+    model's, since vLLM 0.26 reads prompts with no others on a GPU, and its RoPE, since vLLM's
+    kernel for a processor rotates plain one's tokens by chance."""
     torch.manual_seed(0)
     sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1)
     del sizes["head_dim"]
-    latents = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=48)
+    latents = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
     yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=32, beta_slow=1)
     yarn |= dict(original_max_position_embeddings=1024, mscale=0.7, mscale_all_dim=0.7)
     model = transformers.DeepseekV2ForCausalLM(
@@ -173,7 +174,7 @@ def deepseek(folder):
             tie_word_embeddings=False,
         )
     ).float()
-    model.lm_head.weight.data *= 4
+    model.lm_head.weight.data *= 4 if CUDA else 16  # bfloat16 rounds them as they grow
     model.save_pretrained(folder)
     return str(folder)
 
@@ -371,6 +372,20 @@ def watch():
     Impl.do_kv_cache_update, Impl.forward, Scheduler._preempt_request = kept, compared, counted
 
 
+def by_layer(folder):
+    """What vLLM 0.26 is told of a model whose heads differ by layer: newer releases of
+    transformers keep that where it does not look."""
+    import vllm
+
+    config = json.loads((Path(folder) / "config.json").read_text())
+    wide = next(iter(config.get("per_layer_config", {}).values()), {})
+    if not wide or int(vllm.__version__.split(".")[1]) >= 32:
+        return {}
+    heads = dict(global_head_dim=512, num_global_key_value_heads=wide["num_key_value_heads"])
+    more = dict(allow_global_per_layer_attribute_access=True)
+    return dict(hf_overrides=more | heads | dict(attention_k_eq_v=config["attention_k_eq_v"]))
+
+
 def engine(folder, blocks=64, of=None, **more):
     from vllm import LLM
 
@@ -398,7 +413,7 @@ def engine(folder, blocks=64, of=None, **more):
             "turboquant_nb": {"recipe": "k3v3", "recent": 0, "sinks": 0} | (of or {})
         },
     )
-    return LLM(folder, **(options | more))
+    return LLM(folder, **(options | by_layer(folder) | more))
 
 
 def sampled(tokens, **more):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from turboquant_nb.quant.quantizer import Recipe, Spec, preset
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.serving import lmcache
 from turboquant_nb.serving.lmcache import ChunkCodec, chunk_recipe, kinds_of
 

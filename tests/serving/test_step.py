@@ -14,7 +14,8 @@ from turboquant_nb.cache.pages import CellCodes, CellLayout, Exact, Recent, Requ
 from turboquant_nb.cache.pages import attend_cells, sink_origins
 from turboquant_nb.kernels import cells, work
 from turboquant_nb.kernels.decode import triton
-from turboquant_nb.quant.quantizer import Recipe, Spec
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.serving import step, vllm
 from turboquant_nb.serving.step import (
     CodedAttention,

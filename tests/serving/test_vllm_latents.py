@@ -10,8 +10,8 @@ from turboquant_nb.cache.pages import attend_cells, sink_origins
 from turboquant_nb.hf.latents import Expansion
 from turboquant_nb.kernels import work
 from turboquant_nb.kernels.decode import triton
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec
-from turboquant_nb.serving import vllm_latents
+from turboquant_nb.quant.quantizer import Quantizer, Spec
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.serving.step import LayerMemory, ServingConfig, States, Step
 from turboquant_nb.serving.vllm_latents import CodedLatents, latent_reasons
 from turboquant_nb.serving.vllm_latents import layer_kind_reasons
@@ -97,14 +97,9 @@ def test_who_reads_latents(gen):
             layer(gen, bits=(3, 1))
 
 
-def test_reasons(monkeypatch):
-    "On a GPU latents are refused until their kernels on cells ran there."
+def test_reasons():
+    "What latents are refused for, all of it at once."
     config = ServingConfig(Recipe(Spec(3), Spec(4)))
-    monkeypatch.delenv("TURBOQUANT_NB_VLLM_CPU", raising=False)
-    if not vllm_latents.ON_GPU:
-        (reason,) = latent_reasons(config)
-        assert reason.startswith("latents by an engine on a GPU yet: TurboQuantCache serves")
-    monkeypatch.setattr(vllm_latents, "ON_GPU", True)
     assert latent_reasons(config) == []
     found = latent_reasons(config, object(), object(), 128)
     assert found[0] == "latents with a KV connector" and "sparse attention" in found[1]

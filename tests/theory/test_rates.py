@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
-from turboquant_nb.quant.quantizer import (
-    Quantizer,
-    Recipe,
-    Spec,
-    decode,
-    encode,
-    preset,
-    scalar_codebook,
-)
+from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode, scalar_codebook
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.quant.residual import SketchedCode, sign_codebook
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook, rates

@@ -8,7 +8,8 @@ from tests.helpers import Shuffle
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant import quantizer
-from turboquant_nb.quant.quantizer import Quantizer, Recipe, Spec, decided
+from turboquant_nb.quant.quantizer import Quantizer, Spec, decided
+from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 from turboquant_nb.theory import transforms
 from turboquant_nb.theory.codebook import from_levels

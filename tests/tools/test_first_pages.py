@@ -15,7 +15,7 @@ import torch
 
 from turboquant_nb import KVStore, Recipe, preset
 from turboquant_nb.cli import recipes
-from turboquant_nb.quant.quantizer import PRESETS
+from turboquant_nb.quant.recipe import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

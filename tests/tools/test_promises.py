@@ -31,13 +31,13 @@ rope.apply_rope theta=10000.0 pairing='half' rotary_dim=None inv_freq=None scale
 rope.apply_cos_sin inverse=False
 rope.commutant_part pairing='half' theta=10000.0 rotary_dim=None inv_freq=None
 rope.commutes pairing='half' theta=10000.0 rotary_dim=None inv_freq=None
-quantizer.as_recipe recipe=None bits=None
+recipe.as_recipe recipe=None bits=None
 quantizer.Quantizer.__init__ device='cpu' rotation=None codebook=None
 quantizer.Quantizer.encode mean=None name='x'
 quantizer.encode mean=None name='x' block=None
 quantizer.decode mean=None dtype=torch.float32
 quantizer.decided mean=None
-quantizer.Recipe.__init__ sinks=4 recent=16 decay=None residual=None
+recipe.Recipe.__init__ sinks=4 recent=16 decay=None residual=None
 quantizer.Spec.__init__ bits=3 rotation='hadamard' seed=0 scale='mse' codebook='sphere'
     center='none' scale_dtype='float16' residual='none' pair_scale='none'
 qjl.sketch_matrix kind='gaussian' seed=0
@@ -76,7 +76,7 @@ attention.dense_attention scaling=None mask=None rows=256 bias=None
 
 def core_modules():
     from turboquant_nb.cache import attention, exact, memory, packing, store
-    from turboquant_nb.quant import quantizer, residual
+    from turboquant_nb.quant import quantizer, recipe, residual
     from turboquant_nb.theory import qjl
 
     return dict(
@@ -84,6 +84,7 @@ def core_modules():
         rotation=rotations,
         rope=rope,
         quantizer=quantizer,
+        recipe=recipe,
         qjl=qjl,
         residual=residual,
         rates=rates,

@@ -17,7 +17,8 @@ from ..files import Saved, read_file, write_file
 from ..quant.mixed_precision import find_code, make_quantizer
 from ..cache.packing import Layout, pack, unpack
 from ..theory.qjl import pack_signs, unpack_signs
-from ..quant.quantizer import Code, Coded, Recipe, Spec, _store_scale, least_numbers
+from ..quant.quantizer import Code, Coded, Spec, _store_scale, least_numbers
+from ..quant.recipe import Recipe
 
 # %% ../../nbs/85_vector_search.ipynb #6cb8b39e
 def code_bytes(

@@ -18,7 +18,8 @@ from .memory import Memory
 from .store import KVStore, _rewind
 from ..files import Saved
 from ..quant.mixed_precision import find_code
-from ..quant.quantizer import Recipe, least_numbers
+from ..quant.quantizer import least_numbers
+from ..quant.recipe import Recipe
 from ..theory.transforms import PAIR_RANGE, HeadTransform, restore_transforms
 
 # %% ../../nbs/31b_disk.ipynb #505b05b7

@@ -120,6 +120,10 @@ class Ranges:
             self._known = self.start, self.start._version, numbers
         return numbers
 
+    def know(self, numbers: tuple) -> None:
+        "Note what `start` is, without waiting for the device."
+        self._known = self.start, self.start._version, numbers
+
     def is_sink(
         self,
         positions: Tensor,  # [B|1, T]

@@ -27,7 +27,8 @@ from .exact import Ranges, Tail, _plain, _ring_slots
 from .memory import Part
 from .packing import TILE
 from ..quant.mixed_precision import find_code
-from ..quant.quantizer import Coded, Recipe, Spec, as_recipe, decode
+from ..quant.quantizer import Coded, Spec, decode
+from ..quant.recipe import Recipe, as_recipe
 from ..theory.centre import shared_cos_sin
 
 # %% ../../nbs/31_store.ipynb #52fedbc5

@@ -18,7 +18,8 @@ from .fit import NAME, _check_ids, provenance, observed, window_center
 from ..hf import ModelInfo, TurboQuantCache, exact_attention
 from ..hf.hooks import After, Attend, AttentionCall, Instead, hooked
 from ..quant.calibration import Calibration
-from ..quant.quantizer import Recipe, as_recipe, decode, encode
+from ..quant.quantizer import decode, encode
+from ..quant.recipe import Recipe, as_recipe
 from ..quant.mixed_precision import at_bits, make_quantizer
 
 # %% ../../nbs/61_sensitivity.ipynb #9ca949b6

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checkpoints import RESIDUES, _transformers
 from .model import TurboEsm
-from ..quant.quantizer import Recipe, as_recipe
+from ..quant.recipe import Recipe, as_recipe
 
 # %% ../../nbs/75b_esm_folding.ipynb #397e7148
 LONGEST = 1022  # residues that ESM-2 was trained on, and ESMFold's language model reads

@@ -24,7 +24,7 @@ from turboquant_nb.esm.codes import (
     recoded,
 )
 from ..quant.layer_info import read_facts
-from ..quant.quantizer import as_recipe
+from ..quant.recipe import as_recipe
 from .transform import TransformCode, attention_weights
 
 _transformers()  # says which extra installs it

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import checks
 from ..files import Saved, numbers, read_file, write_file
-from ..quant.quantizer import TwoSides
+from ..quant.recipe import TwoSides
 from ..theory.rates import allocate_bits
 from ..theory.centre import CENTRES
 from ..theory.rope import cos_sin_table

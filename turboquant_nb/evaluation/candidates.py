@@ -22,7 +22,7 @@ from turboquant_nb.hf import (
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
 from ..quant.mixed_precision import HeadRecipe
-from ..quant.quantizer import PRESETS, Recipe
+from ..quant.recipe import PRESETS, Recipe
 
 # %% ../../nbs/81_candidates.ipynb #df2a504d
 def wrap_update(

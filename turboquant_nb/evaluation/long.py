@@ -28,7 +28,7 @@ from .significance import difference, holm, mcnemar, power, wilson
 from .tasks import _identity
 from ..hf import ModelInfo, TurboQuantCache
 from ..quant.layer_info import longest_context
-from ..quant.quantizer import Recipe
+from ..quant.recipe import Recipe
 
 # %% ../../nbs/84e_long.ipynb #17a70a34
 def design(

@@ -30,7 +30,7 @@ from turboquant_nb.evaluation.score import (
     score,
 )
 from .models import sample_text
-from ..quant.quantizer import Recipe, as_recipe
+from ..quant.recipe import Recipe, as_recipe
 
 # %% ../../nbs/84_tasks.ipynb #b37c3ddc
 def _named(model, candidates) -> list:

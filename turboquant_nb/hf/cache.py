@@ -34,7 +34,7 @@ from .model_info import EXPAND, ModelInfo, plan_layers
 from .passes import RowStarts, check_mask, check_positions, check_size
 from .report import Report, report_of
 from ..quant.mixed_precision import HeadRecipe
-from ..quant.quantizer import Recipe
+from ..quant.recipe import Recipe
 
 # %% ../../nbs/51_cache.ipynb #1778ac86
 class _Flags:

@@ -20,6 +20,7 @@ from ..cache.exact import _plain
 from ..cache.store import KVStore, tail_with
 from .layer import CodedStates, TurboQuantLayer
 from ..kernels import ops
+from ..kernels.encode_launch import prepare
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
 class CapturedSteps:
@@ -42,7 +43,7 @@ class CapturedSteps:
         server = ops.select_backend(Call.of(q, layer.store, **ask))
         self.backends = {"coding": coder, "attention": server}
         if coder.backend == "triton":
-            ops.encode.prepare(layer.store)  # a graph cannot copy tables to the device
+            prepare(layer.store)  # a graph cannot copy tables to the device
 
     def unfit(self, store) -> list:
         "Who would wait for the device, of those that code and attend."

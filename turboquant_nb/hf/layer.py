@@ -27,8 +27,10 @@ from .deferred import Held
 from .hooks import Handle, attention_name, wants_weights
 from .passes import repeated_starts
 from ..kernels import ops
+from ..kernels.append import append_again
+from ..kernels.mean import fused_mean
 from ..quant.layer_info import LayerInfo
-from ..quant.quantizer import Recipe
+from ..quant.recipe import Recipe
 
 # %% ../../nbs/50f_layer.ipynb #351d9ca3
 NAME = "turboquant"  # of the attention implementation that reads codes
@@ -380,7 +382,7 @@ class TurboQuantLayer(CacheLayerMixin):
             or not self.is_initialized
         ):
             return False
-        if not ops.encode.append_again(self.store, key_states, value_states):
+        if not append_again(self.store, key_states, value_states):
             return False
         self.tail = None
         self.coded["kernel"] += 1
@@ -391,7 +393,7 @@ class TurboQuantLayer(CacheLayerMixin):
         if not self.store.waiting:
             return
         fused = ops.select_coder(self.store, self.backend).backend == "triton"
-        mean_of = ops.encode.fused_mean if fused else None
+        mean_of = fused_mean if fused else None
         cuda, self.asked = query.device.type == "cuda", True
         try:
             with torch.cuda.device(query.device) if cuda else nullcontext():

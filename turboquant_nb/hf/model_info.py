@@ -32,7 +32,8 @@ from turboquant_nb.quant.mixed_precision import (
     head_recipes,
     recipe_from_json,
 )
-from ..quant.quantizer import Recipe, channel_bits
+from ..quant.quantizer import channel_bits
+from ..quant.recipe import Recipe
 from ..theory.rope import apply_rope
 
 # %% ../../nbs/50_model_info.ipynb #9082c185

@@ -202,6 +202,9 @@ class StepRunner:
 
     choice = None  # of a model: when parts of its steps run compiled, see `hf.compiled`
     chooses = property(lambda self: self.graphs is True)  # whether it asks for that
+    beside = staticmethod(lambda model, graph: nullcontext())  # while a step is captured
+    kept = None  # what earlier caches have left to a model, see `hf.kept`
+    keeps = property(lambda self: self.graphs is True)  # whether it leaves and takes that
 
     def __init__(self, cache: TurboQuantCache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
@@ -213,7 +216,9 @@ class StepRunner:
         self.graphs = graphs  # True, False, or a class like CudaGraph
         self.attached, self.failed, self.why = False, "", ""
         self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
+        self.taken = 0  # graphs of earlier caches
         self.odd = self.arrives = self.before = None  # the last: tokens of the step before
+        self.leaves = False  # whether `_leave` is called at the end
         self.due = False  # whether the parts of the next step are compiled for the first time
         self.early = None  # steps that were replayed when one was captured in a prompt
         self.forget()
@@ -229,6 +234,7 @@ class StepRunner:
             [],
             0,
         )  # the first: tokens of a row -> `_Captured`
+        self.spare = None  # of these, what a later cache may have
 
     # --- when
 
@@ -318,7 +324,7 @@ class StepRunner:
         step = None if torch.is_grad_enabled() else _Step.of(args, kwargs, layers[0].drafting)
         same = bool(self.held) and all(x.store is s for x, s in zip(layers, self.stores))
         if self.held and not (same and layers[0].on_codes):
-            self.forget()
+            self._leave()
             same = False
         begun = all(x.is_initialized for x in layers) and _States.begun(self.cache())
         if step is None or not begun:
@@ -360,6 +366,8 @@ class StepRunner:
         captured, forward = self._prepared(forward, step)
         if captured is None:
             return forward(*args, **kwargs)
+        if captured.graph is not None:
+            return self._replay(captured, step)
         if captured.proof in _PROVED.setdefault(self.model(), {}):
             return (
                 self._replay(captured, step)
@@ -382,9 +390,27 @@ class StepRunner:
             for layer in layers:
                 layer.patience = max(0, layer.patience - 1)
             return None, forward
+        self.settings = _settings(self.model())
+        parts = self._parts(step)
+        proof = (
+            repr(step.kind),
+            tuple(cache.recipes),
+            cache.backend,
+            layers[0].store.dtype,
+            self.graphs,
+            self.settings,
+            parts is not None,
+        )
+        if self.keeps and self.kept.take(self, step.tokens, proof):
+            return self.held[step.tokens], forward
+        full = [
+            x for x in layers if x.store.length + step.tokens > (x.store.max_length or 0)
+        ]
+        if full:  # graphs of other numbers of tokens read what now moves
+            self.forget()
+        for layer in full:
+            layer.make_growing()
         for layer in layers:
-            if layer.store.length + step.tokens > (layer.store.max_length or 0):
-                layer.make_growing()
             layer.captured.hold_still(layer)
         slow = [a for x in layers for a in x.captured.unfit(x.store)]
         if slow and self.graphs is True:  # what PyTorch does here waits for the device
@@ -392,22 +418,8 @@ class StepRunner:
                 f"kernels do not serve: {slow[0].why or 'PyTorch was asked for'}"
             )
             return None, forward
-        self.settings = _settings(self.model())
-        parts = self._parts(step)
         forward = partial(self._with_parts, forward, parts)
-        captured = _Captured.of(
-            step,
-            (
-                repr(step.kind),
-                tuple(cache.recipes),
-                cache.backend,
-                layers[0].store.dtype,
-                self.graphs,
-                self.settings,
-                parts is not None,
-            ),
-        )
-        return captured, forward
+        return _Captured.of(step, proof), forward
 
     # --- while a prompt is read
 
@@ -424,6 +436,8 @@ class StepRunner:
         come, as between chunks of a prompt, it is left to the steps from then on."""
         idle = self.held or self.early == self.replayed or torch.is_grad_enabled()
         if idle or not self.attached or not (known := _PROVED.get(self.model())):
+            return
+        if self.keeps and self.kept.waits(self):  # a graph that the next step will take
             return
         stands = vars(self.model()).get("forward")
         if not isinstance(stands, Detour):  # somebody has put another forward there
@@ -506,9 +520,9 @@ class StepRunner:
             places = (
                 counted.expand(len(step.ids), n) if captured.places is None else captured.places
             )
-            out = forward(
-                input_ids=captured.ids, position_ids=places, past_key_values=cache, **step.rest
-            )
+            given = dict(input_ids=captured.ids, position_ids=places, past_key_values=cache)
+            with self.beside(self.model(), captured.graph):
+                out = forward(**given, **step.rest)
             if not isinstance(out, dict) or not all(
                 isinstance(x, (Tensor, TurboQuantCache)) for x in out.values()
             ):
@@ -544,6 +558,29 @@ class StepRunner:
             captured,
             min(s.max_length for s in stores),
         )
+        if self.keeps:
+            self._may_leave(self.kept(self))
+
+    # --- from cache to cache
+
+    def have(self, kept) -> None:
+        "Take what an earlier cache has left."
+        self.stores, self.held, self.room = kept.stores, kept.held, kept.room
+        self.odd, self.arrives, self.taken = kept.odd, None, self.taken + 1
+        self._may_leave(kept)
+
+    def _may_leave(self, spare) -> None:
+        "This, when the cache is gone or has other tensors."
+        self.spare, cache = spare, self.cache()
+        if not self.leaves:
+            weakref.finalize(cache, self._leave).atexit = False
+            self.leaves = True
+
+    def _leave(self) -> None:
+        "Graphs, and the stores that they read and write, are the next cache's."
+        if self.spare is not None:
+            self.spare.stay(self.model())
+        self.forget()
 
     def _replay(self, captured: _Captured, step: _Step):
         "The step by the graph."
@@ -646,7 +683,8 @@ class StepRunner:
         lost = lost and layer.is_initialized and layer.store.device.type == "cuda"
         if not self.wanted and not lost:
             return {}
-        why = self.why or ("" if self.replayed or self.captured else "no step yet")
+        some = self.replayed or self.captured
+        why = self.why or ("" if some else "no step yet")
         if lost:
             why = "the cache was made from a config, not from the model"
         elif not layer.on_codes:
@@ -655,6 +693,9 @@ class StepRunner:
             f"{self.captured} graph{'s' * (self.captured != 1)} captured in {self.seconds:.2f} "
             "s"
         )
+        left = 0 if self.spare is None else self.spare.nbytes
+        graphs += f", {self.taken} taken from earlier caches" * bool(self.taken)
+        graphs += f", {left / 1e6:.0f} MB stay for the next" * bool(left)
         line = f"\n{self.replayed:,} steps replayed, {graphs}" + (
             f"; eager: {why}" if why else ""
         )
@@ -663,7 +704,7 @@ class StepRunner:
             said = self.choice(self.model()).said(self.model(), len(self.cache().coded_layers))
             line += f"; {said}"
         took = dict(captured=self.captured, seconds=self.seconds, replayed=self.replayed)
-        took |= dict(compiled=said)
+        took |= dict(taken=self.taken, left=left, compiled=said)
         return took | dict(why_not=why, line=line)
 
 

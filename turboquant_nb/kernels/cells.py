@@ -15,26 +15,26 @@ from ..cache.pages import CellCodes, CellLayout
 from .decode import tl, triton, window_chain
 from turboquant_nb.kernels.encode import (
     _backend,
-    _between,
-    _chain_in,
-    _chain_out,
     _held,
     _mean_halves,
     _measure,
-    _quantizer_tables,
     _rotate,
-    _short_config,
     _older,
     _planes,
     _store,
     _table,
-    _wide,
     CodedSide,
     CodingConstants,
     device_properties,
+)
+from turboquant_nb.kernels.encode_launch import (
+    _quantizer_tables,
+    _short_config,
+    _wide,
     window_room,
     window_searches,
 )
+from .encode_short import _between, _chain_in, _chain_out
 from .launch import Plan, select_kernel
 from .viterbi import find_symbols
 from ..quant.quantizer import Quantizer

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import Call, Rule
-from .encode import _moved, packed_order, tl, triton
+from .encode import packed_order, tl, triton
+from .encode_short import _moved
 
 # %% ../../nbs/41_decode.ipynb #2479f4d1
 @triton.jit

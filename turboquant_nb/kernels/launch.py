@@ -28,7 +28,8 @@ from turboquant_nb.kernels.decode import (
     triton,
 )
 from .decode_mma import Repeatable, gluon, mma_attention
-from .encode import device_properties, direct_launcher, is_current
+from .encode import device_properties
+from .encode_launch import direct_launcher, is_current
 from .query import AngleTables, angle_tables, score_bias
 from ..cache.store import KVStore
 

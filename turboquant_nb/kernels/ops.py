@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, with_sinks
-from . import blocks, cpu, encode, latents, launch
+from . import blocks, cpu, encode_launch, latents, launch
 from . import viterbi  # noqa: F401 (importing registers it)
+from .append import append as append_by_kernel, append_again
+from .encode import device_properties
 from ..cache.append import append_by_host
 from ..cache.store import KVStore
 
@@ -70,7 +72,7 @@ _ROWS = 256
 @lru_cache(maxsize=16)
 def _has_cudnn_attention(device: torch.device) -> bool:
     "Whether this is a Hopper GPU with cuDNN."
-    hopper = encode.device_properties(device).capability[:1] == (9,)
+    hopper = device_properties(device).capability[:1] == (9,)
     return hopper and torch.backends.cudnn.is_available()
 
 
@@ -368,11 +370,11 @@ class KernelCoder:
     def refuses(self, store: KVStore, named: bool) -> str:
         "Why it cannot code for a store, in a sentence; empty if it can."
         d, rows = (store.key.q.d, store.value.q.d), store.batch * store.heads
-        why = encode.refuses(store.recipe, *d, store.dtype, store.device, rows)
+        why = encode_launch.refuses(store.recipe, *d, store.dtype, store.device, rows)
         return why or launch.device_reason(store, named)
 
     def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
-        encode.append(store, k, v, names, wait)
+        append_by_kernel(store, k, v, names, wait)
 
 
 class TorchCoder:
@@ -407,7 +409,7 @@ def append(
     v: Tensor,  # [B, H, n, d_value]
     backend: str = "auto",  # "auto", "triton" or "torch"
     names: tuple = ("k", "v"),  # how errors call them
-    # may the kernel wait for the device to refuse values? see `encode.append`
+    # may the kernel wait for the device to refuse values? see `kernels.append`
     wait: bool | None = None,
     framed: bool = False,  # are keys as `Part.into_frame` gives them?
 ) -> str:  # the backend that coded
@@ -416,7 +418,7 @@ def append(
     if store.uncoded:
         store.complete()
     k = k if framed or not isinstance(k, Tensor) else store.key.into_frame(k)
-    if backend != "torch" and encode.append_again(store, k, v):
+    if backend != "torch" and append_again(store, k, v):
         return "triton"
     name, _ = select_coder(store, backend)
     CODERS[name].append(store, k, v, names, wait)

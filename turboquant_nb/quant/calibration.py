@@ -18,7 +18,7 @@ from .. import checks
 from ..files import Saved, numbers, read_file, write_file
 from .layer_info import read_facts
 from .mixed_precision import HeadRecipe, at_bits, head_recipes
-from .quantizer import Recipe
+from .recipe import Recipe
 from ..theory.rates import allocate_bits
 from ..theory.transforms import HeadTransform, register_transform
 

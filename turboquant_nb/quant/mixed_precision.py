@@ -14,16 +14,8 @@ from functools import lru_cache
 import torch
 
 from .. import checks
-from turboquant_nb.quant.quantizer import (
-    CODES,
-    LATER_CODES,
-    Code,
-    Quantizer,
-    Recipe,
-    Spec,
-    as_recipe,
-    scalar_code,
-)
+from .quantizer import CODES, LATER_CODES, Code, Quantizer, Spec, scalar_code
+from .recipe import Recipe, as_recipe
 from .residual import RESIDUALS
 from .trellis import trellis_code  # noqa: F401 (importing registers it)
 from ..theory.rotation import Rotation

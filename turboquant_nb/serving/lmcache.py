@@ -19,7 +19,7 @@ from ..cache.codec import CODES, Reader, Writer, encoded_size
 from ..cache.disk import empty_state, state_of, store_of
 from ..cache.packing import TILE
 from ..cache.store import KVStore
-from ..quant.quantizer import Recipe, as_recipe
+from ..quant.recipe import Recipe, as_recipe
 from ..theory.rope import rope_frequencies
 
 try:

@@ -34,7 +34,8 @@ from ..kernels.recent import append_recent, locate_sinks
 from ..kernels.work import Workspace
 from ..quant.calibration import Calibration, load_calibration
 from ..quant.mixed_precision import find_code, make_quantizer
-from ..quant.quantizer import CODES, PRESETS, Recipe, preset
+from ..quant.quantizer import CODES
+from ..quant.recipe import PRESETS, Recipe, preset
 from ..theory.transforms import HeadTransform, register_transform
 
 # %% ../../nbs/76_serving.ipynb #76a0000b
