@@ -748,7 +748,7 @@ def try_out(tree, chosen, seconds, workers=1):
                     f"change:\n{log[-3000:]}"
                 )
             continue
-        failed = log.rstrip("\n").rpartition("\n")[2]
+        failed = log.removesuffix("\n").rpartition("\n")[2]  # "" if no test was met
         if code == 1 and failed and not tree.in_order:  # as they stand they passed before
             jobs.due.append((Mutant(mutant.module, CONTROL, 0, mutant.line), failed))
         yield Tried(mutant, names.get(code, "killed"), *json.loads(said), log)
