@@ -104,7 +104,7 @@ EXPERIMENTS = {
     "transfer": Entry(
         "bench.transfer",
         "a prompt read in one process, its cache ready in another",
-        "--layers 2 --tokens 40 --repeat 1",
+        "--shape tiny --tokens 40 --repeat 1",
     ),
     "codec": Entry(
         "bench.codec",
