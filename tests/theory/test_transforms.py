@@ -249,7 +249,7 @@ def test_a_channel_that_nobody_reads_keeps_the_scale_of_the_middle():
         (torch.ones(1, 4), torch.ones(1, 4), -1, "and -1"),
         (torch.tensor([[1.0, -1]]), torch.ones(1, 2), 2, "queries must be .* not negative"),
         (torch.ones(1, 2), torch.tensor([[-1.0, 1]]), 2, "keys must be .* not negative"),
-        (torch.ones(1, 4) * torch.nan, torch.ones(1, 4), 4, "queries must be finite"),
+        (torch.ones(1, 4) * torch.inf, torch.ones(1, 4), 4, "queries must be finite"),
     ),
 )
 def test_what_are_no_energies(queries, keys, rotary, said):
