@@ -1,6 +1,7 @@
 """Pages in a folder that engines share, without an engine: what a record is, what is a miss and
 what is said of it, who writes and who removes. `test_vllm.py` has the engines."""
 
+import errno
 import json
 import logging
 import os
@@ -190,6 +191,41 @@ def test_writers_at_once(tmp_path, said):
     looking.join()
     assert seen and seen <= {*pages} and read(reader) in pages and not failed
     assert not said() and {x.suffix for x in tmp_path.rglob("*.*")} == {".page", ".json"}
+
+
+class NoRoom:
+    "A file on a disk that is full after so many bytes."
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def write(self, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+
+def test_a_full_disk(tmp_path, said, monkeypatch):
+    records = Records(tmp_path, ABOUT, N)
+    records.write(OTHER, PAGE)
+    with monkeypatch.context() as m:
+        full = lambda path, mode, **how: (
+            NoRoom(open(path, mode, **how), 1000) if "x" in mode else open(path, mode, **how)
+        )
+        m.setattr(folder, "open", full, raising=False)
+        for key in (KEY, bytes(35) + b"1", OTHER):
+            assert not records.write(key, PAGE)
+    assert len(said()) == 1 and "was not written: No space left on device" in said()[0]
+    assert not [*tmp_path.rglob("*.part")] and not records.has(KEY)
+    assert read(records, OTHER) == PAGE  # what was there stays
+    assert records.write(KEY, PAGE) and read(records) == PAGE
 
 
 def test_a_folder_that_went_is_not_made_anew(tmp_path, said):
