@@ -59,7 +59,6 @@ EXPERIMENTS = {
         "a decode step of one layer on a CPU, by recipe",
         "--tokens 200 --repeats 1",
     ),
-    "maps": Entry("bench.maps", "what a matrix for every head costs both kernels", needs="GPU"),
     "generate": Entry(
         "bench.generate",
         "decode steps of a whole model, launched and replayed; memory; whole calls",
@@ -105,7 +104,7 @@ EXPERIMENTS = {
     "transfer": Entry(
         "bench.transfer",
         "a prompt read in one process, its cache ready in another",
-        "--layers 2 --tokens 40 --repeat 1",
+        "--shape tiny --tokens 40 --repeat 1",
     ),
     "codec": Entry(
         "bench.codec",
@@ -121,11 +120,6 @@ EXPERIMENTS = {
         "perplexity of a model on coded caches, by sets of recipes",
         "--set presets --match k4v4 --protocols decode --layers 2 --windows 2 --length 112 "
         "--prompt 106",
-    ),
-    "choices": Entry(
-        "eval.choices",
-        "perplexity for single choices of a code, all else equal",
-        "--match ^k3v3$ --protocols decode --layers 2 --windows 2 --length 112 --prompt 106",
     ),
     "search": Entry(
         "eval.search",
@@ -144,12 +138,6 @@ EXPERIMENTS = {
         "how many answers stay right on a coded cache",
         "--layers 2 --tasks single --items 2 --length 128 --match ^k3v3",
     ),
-    "notice": Entry(
-        "eval.notice",
-        "whether a cache's own error, met early, tells of the damage that comes",
-        "--layers 2 --items 4 --needles 4 --length 96 --prompt 40 --early 16 --draws 40 "
-        "--batch 2 --caches k2v2 k3v2 k2v3 k3v3 k4v2 fp8",
-    ),
     "retrieval": Entry(
         "eval.retrieval",
         "whether the token that attention looks for is still found",
@@ -159,16 +147,6 @@ EXPERIMENTS = {
         "eval.latents",
         "what codes of latents cost a model whose projections are made into latents",
         "--layers 2 --windows 2 --length 112 --prompt 106 --ranks 1 .5 --bits 3",
-    ),
-    "sparse_weights": Entry(
-        "eval.sparse_weights",
-        "how many weights of the MLPs a token needs, beside fewer bits of all",
-        "--layers 2 --windows 2 --train 2 --length 112 --prompt 106 --shares .5 --bits 4",
-    ),
-    "sparse_values": Entry(
-        "eval.sparse_values",
-        "how many values a decode step could leave unread",
-        "--layers 2 --lengths 64 --queries 4 --windows 1",
     ),
     "storage": Entry(
         "eval.storage",
@@ -207,13 +185,8 @@ EXPERIMENTS = {
     ),
     "esm": Entry(
         "eval.proteins",
-        "ESM-2 on compressed keys and values: recipes, findings, contacts, variants, scores",
+        "ESM-2 on compressed keys and values: recipes, contacts, variants, scores",
         "contacts --small --match ^water3$",
-    ),
-    "design": Entry(
-        "eval.design",
-        "proteins that a model draws on exact and on coded states",
-        "--small --number 4 --length 16 --sweeps 1",
     ),
     "architectures": Entry(
         "eval.architectures",
@@ -226,11 +199,19 @@ EXPERIMENTS = {
         "--installed --chapters 01_checks",
     ),
     "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
-    "states": Entry(
-        "eval.states",
-        "how near to the bound more states of a trellis come",
-        "--bits 2 --states 8 --candidates 1 --vectors 16",
-    ),
+}
+# What is found and asked no more. Files of results name the commit that measured them; this one
+# is the last that holds the scripts.
+LAST = "9ef538f2"
+CLOSED = {
+    "maps": "what a matrix for every head costs both kernels",
+    "choices": "perplexity for single choices of a code, all else equal",
+    "notice": "whether a cache's own error, met early, tells of the damage that comes",
+    "sparse_weights": "how many weights of the MLPs a token needs, beside fewer bits of all",
+    "sparse_values": "how many values a decode step could leave unread",
+    "esm findings": "what TurboESM reports of calibration, layers, outliers and tables",
+    "design": "proteins that a model draws on exact and on coded states",
+    "states": "how near to the bound more states of a trellis come",
 }
 
 
@@ -259,8 +240,15 @@ def parser(name):
 
 def main(argv=None):
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if name in CLOSED:
+        raise SystemExit(
+            f"{name} is closed: `git worktree add ../closed {LAST}` has its script"
+        )
     if name not in EXPERIMENTS:
         print(__doc__, *(f"  {k:16} {x.what}" for k, x in EXPERIMENTS.items()), sep="\n")
+        print(
+            f"closed (commit {LAST}):", *(f"  {k:16} {x}" for k, x in CLOSED.items()), sep="\n"
+        )
         return 0 if name in ("--list", "--help", "-h") else 2
     module, p = parser(name)
     a = results.parse(p, rest)

@@ -66,7 +66,6 @@ DECODE = [
 CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
     "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
-    "maps": [*DECODE[:4], Shape(8, 8, 4, 256, 16384), Shape(1, 8, 4, 128, 4096)],
     "encode_kernel": [
         Append(*s, 128, n, "prompt_mean") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))
     ]

@@ -1,11 +1,11 @@
 """ESM-2 on compressed keys and values: run.py esm PART --out FILE [--model M] [--chains FILE]
 [--device D] [--test N].
 
-PART is `recipes` (final hidden states of decoded tokens), `findings` (what TurboESM reports
-about calibration, layers, outliers and tables), `contacts`, `variants`, or `scores`: masked,
-frozen and wild-type marginals and pseudo-log-likelihoods in one pass beside the definition,
-with their times, and beside a deep mutational scan (`--scan`, a CSV with the columns mutant and
-`--scan-column`, as in the examples/variant-prediction/data of fair-esm). `--model` takes a
+PART is `recipes` (final hidden states of decoded tokens), `contacts`, `variants`, or `scores`
+(`findings`, what TurboESM reports, is closed: see run.py): masked, frozen and wild-type
+marginals and pseudo-log-likelihoods in one pass beside the definition, with their times, and
+beside a deep mutational scan (`--scan`, a CSV with the columns mutant and `--scan-column`, as
+in the examples/variant-prediction/data of fair-esm). `--model` takes a
 folder, a fair-esm .pt file or a hub id. Chains are SCOPe's; --scope FOLDER selects them and
 writes --chains from sidechainnet's files (sidechainnet 1.0.1 on PyPI), tests from
 superfamilies that no other chain comes from."""
@@ -42,7 +42,6 @@ from turboquant_nb.esm import (
     tokens,
     variants,
 )
-from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.esm.calibration import _pass_over, code_header
@@ -54,8 +53,6 @@ from turboquant_nb.esm.transform import (
     SideSpec,
     TransformCode,
     TransformRecipe,
-    code_states,
-    decode_states,
     fit_transform,
     load_code,
     lloyd_rows,
@@ -333,9 +330,7 @@ class Lab:
         self.test = [s for _, s in self.data["test"]][: a.test]
         self.classes = [c for c, _ in self.data["test"]][: a.test]
         self.sets = {"mixed": [s for _, s in self.data["calibration"][: a.calibration]]}
-        self.sets["α only"] = [s for c, s in self.data["calibration"] if c == "a"][:128]
-        self.sets["all classes, as many"] = self.sets["mixed"][:128]
-        self.sets |= {f"{n} chains": self.sets["mixed"][:n] for n in (8, 32, 128)}
+        self.sets["8 chains"] = self.sets["mixed"][:8]
         self.statistics, self.codes = {}, a.codes
         self.exact = decoded(self.model, None, self.test)
         self.centre = torch.cat(decoded(self.model, None, self.sets["mixed"][:64])).mean(0)
@@ -436,164 +431,6 @@ def run_recipes(lab, a):
                 yield row | dict(
                     set=f, **compare([x, x], [y, y], lab.centre) | dict(n=1, se=None)
                 )
-
-
-def states(model, sequences) -> list:
-    "Per layer keys and values [H, N, d] of all tokens, and their positions."
-    found = []
-    with TurboEsm(model) as turbo:
-        for s in sequences:
-            ids, _ = tokens([s], turbo.base.device)
-            turbo.prefill(ids)
-            found.append([turbo.past.states(i) for i in range(turbo.shape[0])])
-    return found
-
-
-def noise(code, found) -> dict:
-    "Signal to noise ratio in dB of keys and values, over all layers."
-    out = {}
-    for side, which in (("key", 0), ("value", 1)):
-        s, err, sig = getattr(code, side), 0.0, 0.0
-        for x in found:
-            for i, pair in enumerate(x):
-                v = pair[which]
-                at = torch.arange(v.shape[2], device=v.device)[None]
-                read = decode_states(s, code_states(s, v[None], at, i), at, i)
-                err, sig = err + (read - v).square().sum().item(), sig + v.square().sum().item()
-        out[f"{side}_db"] = 10 * torch.tensor(sig / err).log10().item()
-    return out
-
-
-def calibration(lab, a):
-    "Which chains, and how many."
-    beta = [i for i, c in enumerate(lab.classes) if c == "b"]
-    pick = lambda x: [x[i] for i in beta]
-    for name in ("turboesm", "water3"):
-        for which in lab.sets:
-            code = lab.fit(name, which)
-            row = dict(
-                name=name, set=which, calibration=len(lab.sets[which]), bits=code.bits_per_value
-            )
-            got = decoded(lab.model, code, lab.test)
-            yield row | dict(on="all chains", **compare(got, lab.exact, lab.centre))
-            yield row | dict(on="β chains", **compare(pick(got), pick(lab.exact), lab.centre))
-
-
-def layers(lab, a):
-    "One layer coded, the others exact."
-    for name in ("turboesm", "water3"):
-        code = lab.fit(name)
-        for i in range(lab.model.config.num_hidden_layers):
-            got = decoded(lab.model, code, lab.test, (i,))
-            yield dict(
-                name=name,
-                layer=i,
-                bits=code.bits_per_value,
-                **compare(got, lab.exact, lab.centre),
-            )
-
-
-def spread(x: Tensor) -> dict:
-    "How far from a bell curve with equal channels states [H, N, d] are."
-    z = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
-    rms = x.square().mean(1).sqrt().flatten()
-    return dict(
-        std=x.std().item(),
-        max_over_median=(x.abs().max() / x.abs().median()).item(),
-        channel_over_median=(rms.max() / rms.median()).item(),
-        kurtosis=z.pow(4).mean().item(),
-        n=x.shape[1],
-    )
-
-
-def outliers(lab, a):
-    """Keys and values of ESM-2 and, with --lm, of a language model reading the same number of
-    tokens of English."""
-    found = states(lab.model, lab.test[:24])
-    for i in range(lab.model.config.num_hidden_layers):
-        for side in (0, 1):
-            yield dict(
-                model="ESM-2",
-                layer=i,
-                side=("key", "value")[side],
-                **spread(torch.cat([s[i][side][0] for s in found], 1).double()),
-            )
-    if a.lm:
-        model, tokenizer = load_model(a.lm)
-        ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, :1024]
-        with torch.no_grad():
-            cache = model(ids, use_cache=True).past_key_values
-        for i, layer in enumerate(cache.layers):
-            for side, x in (("key", layer.keys), ("value", layer.values)):
-                yield dict(model="SmolLM2-135M", layer=i, side=side, **spread(x[0].double()))
-
-
-def tables(lab, a):
-    "Noise of keys and values with tables of their own and with one table for both."
-    found = states(lab.model, lab.test[:24])
-    for name in (
-        "turboesm",
-        "turboesm, one table",
-        "turboesm, no rotation",
-        "rotation only, 3 bits",
-    ):
-        code = lab.fit(recipes()[name]).to(a.device)
-        yield dict(name=name, bits=code.bits_per_value, **noise(code, found))
-
-
-def outlier_tokens(lab, a):
-    "Masked residues asked in a frozen context: what one token far outside of the tables does."
-    code = lab.fit("water3").to(a.device)
-    kept = replace(code, recipe=replace(code.recipe, outliers=0.01))
-    for s in (s for x in lab.data["proteins"].values() for s in x if len(s) < 310):
-        ids, _ = tokens([s], a.device)
-        at, hidden, row = torch.arange(1, len(s) + 1, device=a.device), {}, {}
-        for name, use in (("exact", None), ("coded", code), ("kept", kept)):
-            with TurboEsm(lab.model, use) as turbo:
-                turbo.prefill(ids)
-                hidden[name] = turbo.rows(torch.full_like(at, MASK), at).hidden
-                if name == "exact":
-                    found = [turbo.past.states(i) for i in range(turbo.shape[0])]
-                if name == "kept":
-                    row["strays"] = [
-                        [
-                            x.layer,
-                            *(f"{s[i - 1]}{i}" for i in x.slot.tolist() if 0 < i <= len(s)),
-                        ]
-                        for x in turbo.past.outliers
-                    ]
-        for i, (_, v) in enumerate(found):
-            at = torch.arange(v.shape[2], device=v.device)[None]
-            read = decode_states(code.value, code_states(code.value, v[None], at, i), at, i)
-            error = (read - v).square().sum((0, 1, 3))
-            worst = error.argmax().item()
-            share = error[worst].item() / v.square().sum((0, 1, 3)).mean().item()
-            if share > row.get("share", 0):
-                row |= dict(
-                    layer=i,
-                    residue=f"{s[worst - 1]}{worst}" if 0 < worst <= len(s) else "end",
-                    share=share,
-                )
-        near = {
-            n: F.cosine_similarity(hidden[n], hidden["exact"], dim=-1).mean().item()
-            for n in ("coded", "kept")
-        }
-        yield dict(length=len(s), **near, **row)
-
-
-def run_findings(lab, a):
-    for name, f in matching(
-        a,
-        dict(
-            calibration=calibration,
-            layers=layers,
-            outliers=outliers,
-            tables=tables,
-            strays=outlier_tokens,
-        ),
-    ).items():
-        for row in f(lab, a):
-            yield dict(finding=name) | row
 
 
 def top_pairs(p: Tensor, k: int, apart=6) -> set:
@@ -957,7 +794,6 @@ BETA_LACTAMASE = "HPETLVKVKDAEDQLGARVGYIELDLNSGKILESFRPEERFPMMSTFKVLLCGAVLSRVDAG
 PARTS = {
     "scores": run_scores,
     "recipes": run_recipes,
-    "findings": run_findings,
     "contacts": run_contacts,
     "variants": run_variants,
 }
@@ -999,12 +835,6 @@ def options(p):
     add_match(p)
     p.add_argument(
         "--codes", type=Path, help="folder that keeps fitted codes for the next part"
-    )
-    p.add_argument(
-        "--lm",
-        nargs="?",
-        const="embedded",
-        help="outliers of SmolLM2-135M too, the embedded one or this GGUF file of it",
     )
     p.add_argument(
         "--small", action="store_true", help="a random model and random chains: does it run?"

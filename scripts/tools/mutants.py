@@ -19,9 +19,10 @@ observed; then a mutant meets first the tests that enter its function, the faste
 after them the others (those up to the one that kills it run again without the change): a
 default is checked by who never calls it, and a result that is kept was made by an earlier test.
 A mutant is killed if a test of its own module's files (`tests_of`) fails, or runs much longer
-than it should. With --suite every other file counts too, by its tests that enter the function,
-as many as take a minute: that is what the checks would notice; of tests that do not enter it as
-many run as take another minute. With --in-order nothing is observed and the tests of a module's
+than it should; what passes them meets the cells of the module's chapter, which check it too.
+With --suite every other file counts too, by its tests that enter the function, as many as take
+a minute: that is what the checks would notice; of tests that do not enter it as many run as
+take another minute. With --in-order nothing is observed and the tests of a module's
 own files run as they stand: for files that take minutes, as those of kernels do. Kernels run in
 Triton's interpreter. What cannot be imported at all does not count. A survivor is either a test
 that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the
@@ -42,6 +43,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -52,6 +54,7 @@ from pathlib import Path
 from pytest import hookimpl as pytest_hook
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from notebooks import directives, text_of
 from preview_docs import copy_tree
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -339,6 +342,32 @@ def functions(source):
     return out
 
 
+NOT_RUN = {"default_exp", "notest", "gpu", "slow", "eval"}
+
+
+def run_chapter(path, source, name):
+    """Run the cells of the chapters that a module's source comes from, in their folder, with
+    what they export taken from that source."""
+    chunks = re.split(r"^# %% (\S+\.ipynb) #(\S+)$", source, flags=re.M)[1:]
+    exported = {at: code for _, at, code in zip(*[iter(chunks)] * 3)}
+    os.environ["MPLBACKEND"] = "agg"
+    for chapter in dict.fromkeys(chunks[::3]):
+        notebook = (path.parent / chapter).resolve()
+        os.chdir(notebook.parent)
+        scope = {"__name__": name, "__package__": name.rpartition(".")[0]}
+        for i, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
+            found, code = directives(text_of(cell["source"]))
+            if cell["cell_type"] != "code" or NOT_RUN & set(found):
+                continue
+            code = exported.get(cell["id"], code)
+            code = "".join(
+                x for x in code.splitlines(True) if not x.lstrip().startswith(("%", "!"))
+            )
+            file = f"<cell {i} of {notebook.name}>"
+            linecache.cache[file] = len(code), None, code.splitlines(keepends=True), file
+            exec(compile(code, file, "exec"), scope)
+
+
 @dataclass
 class Test:
     "What a test did when nothing was changed."
@@ -420,6 +449,7 @@ class Tree:
         self.in_order = False  # whether tests run as they stand in their files
         self.given = ()  # files of tests that were named instead of a module's own
         self.observed = {}  # {file of tests: {node id: {module: Test}}}
+        self.chapters = {}  # {module: seconds of its chapter's cells}, where they pass
         names = modules(self.root / self.package)
         self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
         self.functions = {name: functions(x) for name, x in self.sources.items()}
@@ -481,10 +511,27 @@ class Tree:
             ]
         if bad:
             print(f"left out, since they fail without any change: {', '.join(bad)}", flush=True)
+        begun, out = {}, lambda x: begun.setdefault(x, time.monotonic())
+        chapters = ((x, lambda x=x: self._chapter(x), 300) for x in modules if out(x))
+        for name, said, log in side_by_side(() if self.given else chapters, workers):
+            if said == 0:
+                self.chapters[name] = time.monotonic() - begun[name]
+            else:
+                print(
+                    f"the chapter of {name} does not run here: {log.strip()[-200:]}", flush=True
+                )
         self.measured, self.suite = tuple(modules), suite
         for name in modules:
             if not self.tests(name):
                 raise Failed(f"no test of {name} passes without any change")
+
+    def _chapter(self, module, source=None):
+        "Run the cells of a module's chapter, with this source of it."
+        path = self.path(module)
+        name = ".".join(path.relative_to(self.root).with_suffix("").parts)
+        importlib.import_module(name)
+        run_chapter(path, source or self.sources[module], name)
+        return 0
 
     def _watch(self, file, modules, out):
         def run():
@@ -526,6 +573,8 @@ class Tree:
                 return 3
             code = self._pytest(files, order := Order(tests), "-x")
             print(f"\n{order.failed or ''}")
+            if not code and last is None and mutant.module in self.chapters:
+                self._chapter(mutant.module, new)
             return 1 if code else 0
 
         near = self.functions[mutant.module].get(mutant.line, set())
@@ -534,7 +583,8 @@ class Tree:
             names = list(tests)
             tests = {name: tests[name] for name in names[: names.index(last) + 1]}
         files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
-        return run, 20 + 3 * sum(x.seconds for x in tests.values())
+        seconds = sum(x.seconds for x in tests.values()) + self.chapters.get(mutant.module, 0)
+        return run, 20 + 3 * seconds
 
     def _pytest(self, files, plugin, *more):
         import pytest
@@ -581,6 +631,8 @@ def start(run, log):
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         code = run()
+    except Exception:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -696,7 +748,7 @@ def try_out(tree, chosen, seconds, workers=1):
                     f"change:\n{log[-3000:]}"
                 )
             continue
-        failed = log.rstrip("\n").rpartition("\n")[2]
+        failed = log.removesuffix("\n").rpartition("\n")[2]  # "" if no test was met
         if code == 1 and failed and not tree.in_order:  # as they stand they passed before
             jobs.due.append((Mutant(mutant.module, CONTROL, 0, mutant.line), failed))
         yield Tried(mutant, names.get(code, "killed"), *json.loads(said), log)

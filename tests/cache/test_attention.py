@@ -3,17 +3,14 @@
 import math
 import random
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
-from tests.helpers import SLOW
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.theory.centre import shared_cos_sin
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -227,71 +224,6 @@ def test_random_configurations(block):
             )
 
 
-CODES = [Spec(b, residual=r) for r in ("none", "sign", "qjl") for b in (2, 3, 4)] + [
-    Spec(1),
-    Spec(2.25),
-    Spec(3.5),
-    Spec((4, 1, 2, 3) * 4),
-    Spec(3, scale="unbiased"),
-]
-
-
-@pytest.mark.parametrize("decay", [None, 10])
-@pytest.mark.parametrize("key", CODES, ids=lambda s: f"{s.bits}-{s.residual}-{s.scale}")
-def test_every_code_of_keys_with_codes_of_values(key, decay):
-    "With all of them where TURBOQUANT_SLOW is set, else with three, in both dtypes."
-    pairs, at = [*product(CODES, (torch.float32, torch.bfloat16))], 2 * CODES.index(key)
-    for value, dtype in pairs if SLOW else [pairs[(at + i) % len(pairs)] for i in (0, 9, 17)]:
-        if decay and "qjl" in (key.residual, value.residual):
-            continue
-        try:
-            recipe = Recipe(replace(key, center="prompt_mean"), value, 1, 3, decay)
-        except ValueError:  # nothing to drop
-            continue
-        store, k, v = filled(recipe, 2, 2, 16, 16, 50, 3, dtype, 8, torch.tensor([0, 5]), 3)
-        assert (
-            store.key.memory.truncated_tiles + store.value.memory.truncated_tiles > 0
-            if decay
-            else store.key.memory.truncated_tiles == store.value.memory.truncated_tiles == 0
-        )
-        q = torch.randn(2, 4, 5, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
-        mask = seen_by(store, 5, 0, True, None)
-        states = [read_unrounded(store, side) for side in ("key", "value")]
-        for chunk in (None, (k[:, :, -5:], v[:, :, -5:])):
-            want = reference(q, store, chunk, mask, 0, states)
-            for block in (7, 1024):
-                compare(attend(q, store, *(chunk or (None, None)), block=block), want, dtype)
-
-
-@pytest.mark.parametrize("softcap", (None, 2.0))
-def test_a_pre_rope_mean_does_not_cancel(softcap):
-    "Mutants: its share of the scores left out, and a mean that is taken for a fixed one."
-    store, _, _ = filled(
-        Recipe(Spec(2, center="pre_rope"), Spec(2), 1, 3),
-        2,
-        2,
-        16,
-        16,
-        60,
-        start=torch.tensor([0, 5]),
-    )
-    store.key.mean.copy_(2 * torch.randn(store.key.mean.shape))
-    q, mask = torch.randn(2, 4, 5, 16), seen_by(store, 5, 0, True, None)
-    want = reference(q, store, None, mask, 0, softcap=softcap)
-    compare(attend(q, store, softcap=softcap), want, torch.float32)
-    cos_sin, mean = store.cos_sin, store.key.mean.clone()
-    store.cos_sin = shared_cos_sin(torch.zeros(8), 16, "cpu")  # a fixed mean
-    store.cos_sin.reach(60)
-    with pytest.raises(AssertionError):
-        compare(attend(q, store, softcap=softcap), want, torch.float32)
-    store.cos_sin = cos_sin
-    store.key.mean.zero_()  # no share at all
-    with pytest.raises(AssertionError):
-        compare(attend(q, store, softcap=softcap), want, torch.float32)
-    store.key.mean.copy_(mean)
-    compare(attend(q, store, softcap=softcap), want, torch.float32)
-
-
 @pytest.mark.parametrize("center", ("none", "prompt_mean", "pre_rope"))
 def test_where_the_device_counts(center):
     "Compiled attention to a static store reads its position; one compilation serves all steps."
@@ -432,29 +364,19 @@ def test_inputs_are_not_changed():
     "kwargs, error, name",
     [
         (dict(q=[1.0]), TypeError, "q"),
-        (dict(q=torch.ones(1, 4, 2, 8, dtype=torch.long)), TypeError, "q"),
         (dict(q=torch.ones(1, 4, 8)), ValueError, "q"),
         (dict(q=torch.ones(2, 4, 2, 8)), ValueError, "q"),
-        (dict(q=torch.ones(1, 3, 2, 8)), ValueError, "q"),
-        (dict(q=torch.ones(1, 4, 2, 7)), ValueError, "q"),
         (dict(q=torch.ones(1, 4, 2, 8, device="meta")), ValueError, "q"),
         (dict(q=torch.ones(1, 4, 21, 8)), ValueError, "q"),
-        (dict(k=torch.ones(1, 2, 2, 8)), ValueError, "k and v"),
         (dict(v=torch.ones(1, 2, 2, 8)), ValueError, "k and v"),
         (dict(k=torch.ones(1, 2, 2, 7), v=torch.ones(1, 2, 2, 8)), ValueError, "k"),
         (dict(k=torch.ones(1, 2, 2, 8), v=torch.ones(1, 2, 3, 8)), ValueError, "v"),
-        (dict(k=torch.ones(1, 2, 21, 8), v=torch.ones(1, 2, 21, 8)), ValueError, "k"),
-        (dict(mask=torch.ones(1, 1, 2, 19, dtype=torch.bool)), ValueError, "mask"),
         (dict(mask=torch.ones(1, 1, 2, 20)), TypeError, "mask"),
         (dict(mask=torch.ones(1, 1, 3, 20, dtype=torch.bool)), ValueError, "mask"),
-        (dict(mask=torch.ones(2, 20, dtype=torch.bool)), ValueError, "mask"),
         (dict(mask=torch.ones(1, 3, 2, 20, dtype=torch.bool)), ValueError, "mask"),
-        (dict(mask=torch.ones(3, 1, 2, 20, dtype=torch.bool)), ValueError, "mask"),
         (dict(mask=[[True]]), (TypeError, ValueError), "mask"),
         (dict(first=-1), ValueError, "first"),
         (dict(first=21), ValueError, "first"),
-        (dict(softcap=0.0), ValueError, "softcap"),
-        (dict(softcap=-1.0), ValueError, "softcap"),
         (dict(sliding_window=0), ValueError, "sliding_window"),
         (dict(block=0), ValueError, "block"),
     ],

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.memory import Part
@@ -72,19 +72,6 @@ def test_any_part_of_a_store_is_read_as_the_whole_is():
                     same(x, y[:, :, first:last].contiguous())
 
 
-def test_a_store_of_one_token():
-    store = KVStore(Recipe(), 2, 2, 8, max_length=1)
-    store.append(*states(1))
-    with pytest.raises(ValueError, match="max_length is 1"):
-        store.append(*states(1))
-
-
-def test_states_with_different_numbers_of_tokens_are_counted():
-    store = KVStore(Recipe(), 2, 2, 8)
-    with pytest.raises(ValueError, match="equally many tokens, got 3 and 5"):
-        store.append(states(3)[0], states(5)[1])
-
-
 @pytest.mark.parametrize("static", (False, True))
 @pytest.mark.parametrize("crop", (1, 2, 3))
 def test_what_is_left_of_a_tail_ends_with_the_store(static, crop):
@@ -114,18 +101,6 @@ def test_what_is_left_of_a_tail_ends_with_the_store(static, crop):
     for name in ("key", "value"):
         for a, b in zip(store.exact(name), bare.exact(name)):
             same(a, b)
-
-
-def test_a_crop_without_a_tail_gives_up_exact_tokens():
-    """The ring was overwritten by what is cropped: only slots of tokens before it are still
-    exact."""
-    store = KVStore(Recipe(sinks=0, recent=4), 2, 2, 8, tile=8)
-    k, v = states(20)
-    store.append(k, v)
-    store.crop(2)
-    assert store.clock.exact_from(store) == 16 and store.exact("key")[1].max() == 17
-    for x, y in zip(store.read(16), (k, v)):
-        same(x, y[:, :, 16:18].contiguous())
 
 
 def test_codes_outside_an_embedded_table_are_refused():
@@ -189,26 +164,6 @@ def test_the_counter_among_the_flags_is_no_flag():
     assert store.sync() == 10 and store.flags.tolist() == [0, 0, 0, 0, 0, 4]
     unsynced(store, states(9))
     assert store.flags.tolist() == [0, 0, 0, 0, 1, 4]
-
-
-def test_tensors_without_their_start_or_header_are_no_store():
-    store = KVStore(Recipe(), 1, 1, 8)
-    store.append(*(x[:1, :1] for x in states(9)))
-    tensors, header = state_of(store)
-    for t, h, why in (
-        (
-            {n: x for n, x in tensors.items() if n != "start"},
-            header,
-            "start must be .* nothing",
-        ),
-        (
-            tensors,
-            {n: x for n, x in header.items() if n != "d"},
-            "not the state of a single store",
-        ),
-    ):
-        with pytest.raises(ValueError, match=why):
-            store_of(t, h)
 
 
 def test_a_store_that_lost_all_has_whole_tiles_again():
@@ -448,58 +403,6 @@ def test_the_first_chunk_of_any_length_has_its_mean(center, tokens):
         torch.testing.assert_close(a.mean, b.mean, rtol=2**-7, atol=2**-7)
 
 
-def test_a_file_says_what_it_lacks_or_has_instead():
-    store = KVStore(Recipe(), 1, 1, 8)
-    store.append(*(x[:1, :1] for x in states(9)))
-    tensors, header = state_of(store)
-    with pytest.raises(
-        ValueError, match="value.scale must be torch.float16 of shape .*, got nothing"
-    ):
-        store_of({n: t for n, t in tensors.items() if n != "value.scale"}, header)
-    with pytest.raises(
-        ValueError,
-        match=r"value.scale must be torch.float16 of shape .*, got torch.float32 of shape "
-        r"\(1, 1, 1, 256\)",
-    ):
-        store_of(tensors | {"value.scale": tensors["value.scale"].float()}, header)
-
-
-def test_each_query_reads_its_own_recent_tokens_exactly():
-    """Several queries at once, from the definition: exact are sinks, the last `recent` up to
-    the query, and nothing older."""
-    recent, n, g = 4, 3, torch.Generator().manual_seed(0)
-    store = KVStore(Recipe(Spec(2), Spec(2), sinks=2, recent=recent), 1, 2, 8, tile=8)
-    k, v = (torch.randn(1, 2, 30, 8, generator=g) for _ in "kv")
-    store.append(k[:, :, :27], v[:, :, :27])
-    tail = tail_with(store, k[:, :, 27:], v[:, :, 27:])
-    store.append(k[:, :, 27:], v[:, :, 27:])
-    coded = [decode_all(store, name) for name in ("key", "value")]
-    q = torch.randn(1, 2, n, 8, generator=g)
-    out, lse = attend(q, store, tail.key, tail.value, recent=recent)
-    for i in range(n):
-        at = 30 - n + i
-        exact = torch.zeros(30, dtype=torch.bool)
-        exact[:2], exact[max(0, at - recent + 1) :] = True, True
-        mixed = [
-            torch.where(exact[:, None], x, c)[:, :, : at + 1] for x, c in zip((k, v), coded)
-        ]
-        want = dense_attention(q[:, :, i : i + 1], *mixed)
-        assert (out[:, :, i : i + 1] - want[0]).abs().max() < 1e-5 and (
-            lse[:, :, i : i + 1] - want[1]
-        ).abs().max() < 1e-5
-
-
-def decode_all(store, name):
-    "Every token from its code, sinks and recent ones too."
-    from turboquant_nb.quant.quantizer import decode
-
-    return decode(
-        getattr(store, name).q,
-        store.coded(name, 0, store.length),
-        store.center(name, 0, store.length),
-    )
-
-
 @pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
 @pytest.mark.parametrize("recent", (None, 4))
 def test_attention_where_the_device_counts_the_tokens(center, recent):
@@ -547,15 +450,6 @@ def test_dense_attention_takes_its_mask_row_by_row():
         assert (out - want).abs().max() < 1e-5 and (
             lse - scores.logsumexp(-1)
         ).abs().max() < 1e-5
-
-
-def test_recent_needs_as_many_exact_states_as_queries():
-    store = KVStore(Recipe(), 2, 2, 8)
-    k, v = states(9)
-    store.append(k, v)
-    with pytest.raises(ValueError, match="exact k and v of the last 3 tokens"):
-        attend(torch.zeros(2, 2, 3, 8), store, k[:, :, -2:], v[:, :, -2:], recent=4)
-    attend(torch.zeros(2, 2, 3, 8), store, k[:, :, -3:], v[:, :, -3:], recent=4)
 
 
 def test_a_first_position_at_the_end_sees_nothing():

@@ -13,7 +13,6 @@ from turboquant_nb.cache.pages import (
     Requests,
     append_slots,
     attend_cells,
-    leaders,
     read_cells,
     sink_origins,
     store_recent,
@@ -85,23 +84,6 @@ def test_any_order(n, kb, vb, gen):
     assert torch.equal(raw[:, 2 * c.nbytes :], before[:, 2 * c.nbytes :])
 
 
-@pytest.mark.parametrize("blocks,heads", ((1, 1), (5, 3)))
-@pytest.mark.parametrize("bits,d,n", (((3, 3), 128, 64), ((4, 4), 64, 128), ((2, 1), 80, 16)))
-def test_views_are_the_memory(blocks, heads, bits, d, n):
-    """Parts of all cells, written one after another with the number of their part, fill the
-    memory."""
-    c = CellLayout(*bits, d, d, n)
-    cache = torch.full((blocks, heads, n, c.bytes_per_token), 255, dtype=torch.uint8)
-    for i, (_, part) in enumerate(c.views(cache).items()):
-        raw = part.view(torch.uint8) if part.dtype != torch.uint8 else part
-        assert (raw == 255).all()
-        raw.fill_(i)
-    assert int(cache.max()) == len(c.fields()) - 1
-    assert torch.bincount(cache.flatten().long()).tolist() == [
-        p.nbytes * blocks * heads for p in c.fields()
-    ]
-
-
 def test_refused():
     c = CellLayout(3, 3, 64, 64, 64)
     good = c.empty(2, 2)
@@ -132,27 +114,6 @@ def test_refused():
             torch.tensor([0, 1]),
             Exact(torch.zeros(1, 2, 64)),
         )
-
-
-def test_leaders_cover_each_byte_row_once(gen):
-    """Runs of random lengths from random places: one leader for each byte row that a call
-    touches."""
-    for _ in range(200):
-        n = int(2 ** torch.randint(4, 9, (), generator=gen))
-        slots, free = [], torch.randperm(50, generator=gen).tolist()
-        for _ in range(int(torch.randint(1, 5, (), generator=gen))):
-            first, count = (
-                int(torch.randint(0, 2 * n, (), generator=gen)),
-                int(torch.randint(1, 4 * n, (), generator=gen)),
-            )
-            blocks = [free.pop() for _ in range(-(-(first + count) // n))]
-            slots += [blocks[p // n] * n + p % n for p in range(first, first + count)] + [
-                -1
-            ] * int(torch.randint(0, 3, (), generator=gen))
-        slots = torch.tensor(slots)
-        row = slots // n * (n // 4) + slots % (n // 4)
-        led = row[leaders(slots, n)].sort().values
-        assert torch.equal(led, row[slots >= 0].unique())
 
 
 def test_each_token_is_read_once(gen):

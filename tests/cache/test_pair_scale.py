@@ -200,25 +200,6 @@ def test_a_long_chunk_and_a_sliding_window():
             assert (got.out - want[0]).abs().max() < 1e-4, backend
 
 
-def test_it_makes_scores_better_and_its_inverse_makes_them_worse():
-    data = q, k, v, freq = states(n=300, d=64)
-    error = {}
-    for name, change in (
-        ("none", lambda p: p * 0 + 1),
-        ("scaled", None),
-        ("mutant", torch.reciprocal),
-    ):
-        store = KVStore(scaled(), 2, 2, 64, inv_freq=freq)
-        if change is None:
-            store = fitted(scaled(), data, n=300)
-        else:
-            store.key.frame.pair.copy_(change(fitted(scaled(), data, n=300).key.frame.pair))
-            store.append(k, v)
-        e = (store.read()[0] - k).repeat_interleave(3, 1)[:, :, 4:-16]
-        error[name] = float((q @ e.mT).square().mean())
-    assert error["scaled"] < 0.6 * error["none"] < 0.6 * error["mutant"]
-
-
 # --- a store's life
 
 

@@ -170,7 +170,7 @@ def test_results_are_ordinary_tensors():
     (out.mul_(2) * torch.ones(64, requires_grad=True)).sum().backward()
 
 
-def some_layers(n=4, tokens=250, **options):
+def some_layers(n=4, tokens=250, dtype=torch.float32):
     "Twice the same stores, of several recipes, with the same tokens."
     g = torch.Generator().manual_seed(0)
     recipes = [
@@ -184,21 +184,21 @@ def some_layers(n=4, tokens=250, **options):
     ]
     both = [
         [
-            KVStore(recipe, 2, 3, 64, inv_freq=1e4 ** (-torch.arange(32) / 32), **options)
+            KVStore(recipe, 2, 3, 64, inv_freq=1e4 ** (-torch.arange(32) / 32), dtype=dtype)
             for recipe in recipes[:n]
         ]
         for _ in range(2)
     ]
     for mine, want in zip(*both):
         mine.set_range(start=torch.tensor([0, 7])), want.set_range(start=torch.tensor([0, 7]))
-        states = torch.randn(2, 2, 3, tokens, 64, generator=g) + 1
+        states = (torch.randn(2, 2, 3, tokens, 64, generator=g) + 1).to(dtype)
         mine.append(*states), want.append(*states)
-    return *both, lambda: torch.randn(2, 2, 3, 1, 64, generator=g) + 1
+    return *both, lambda: (torch.randn(2, 2, 3, 1, 64, generator=g) + 1).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_tokens_of_all_layers_together_have_the_bits_of_each(dtype):
-    mine, want, new = some_layers(tokens=250)
+    mine, want, new = some_layers(dtype=dtype)
     for _ in range(12):  # over the border of a tile
         for one, other in zip(mine, want):
             states = new()

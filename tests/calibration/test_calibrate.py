@@ -446,28 +446,6 @@ def test_a_pair_scale_of_text(tmp_path):
         calibrate(model, ids, fit="pairs")
 
 
-OTHER = {
-    "layers 2, not 3": dict(num_hidden_layers=3),
-    "KV heads 2, not 4": dict(num_key_value_heads=4),
-    "query heads 4, not 8": dict(num_attention_heads=8),
-    "head size 8, not 16": dict(head_dim=16),
-    "hidden size 32, not 64": dict(hidden_size=64),
-    "vocabulary 61, not 62": dict(vocab_size=62),
-}
-
-
-@pytest.mark.parametrize("says", OTHER)
-def test_the_maps_of_another_model_are_named(says):
-    model, found = made("llama")
-    config = type(model.config)(**BASE | OTHER[says])
-    with pytest.raises(
-        ValueError, match=f"the calibration is of another model: it has {says}$"
-    ):
-        TurboQuantCache(config, calibration=found)
-    with pytest.raises(ValueError, match="model type 'llama', not 'mistral'"):
-        TurboQuantCache(made("mistral")[0], calibration=found)
-
-
 # --- the law: attention on codes is attention on what they stand for
 # -------------------------------
 
@@ -563,39 +541,6 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
             assert error(ops.attend(q, store, *chunk, **call), want, dtype) < 1
 
 
-@pytest.mark.parametrize("dtype", SHARP)
-@pytest.mark.parametrize("key", ["none", "prompt", "rope", "decay"])
-def test_long_chunks_by_fused_attention(key, dtype):
-    """40 tokens at once behind 660: torch's flash attention on decoded blocks, with and without
-    a sliding window."""
-    store, k, v = filled(KEYS[key], dtype)
-    n, dense = 40, store.read()
-    kd, vd = (torch.cat([x[:, :, :-n], c[:, :, -n:]], 2) for x, c in zip(dense, (k, v)))
-    q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=8).to(dtype)
-    at, p = torch.arange(700 - n, 700)[:, None], torch.arange(700)
-    for sliding_window in (None, 33):
-        mask = (
-            (p <= at)
-            & (p >= store.start[:, None, None, None])
-            & (p > at - (sliding_window or 701))
-        )
-        call = q, store, k[:, :, -n:], v[:, :, -n:]
-        assert (
-            ops.select_backend(ops.Call.of(*call, sliding_window=sliding_window)).backend
-            == "flash"
-        )
-        got, want = (
-            ops.attend(*call, sliding_window=sliding_window),
-            dense_attention(q, kd, vd, mask=mask),
-        )
-        lse = (
-            1e-4 if dtype == torch.float32 else 20 * SHARP[dtype]
-        )  # fused attention rounds on its way
-        assert (got[0].float() - want[0].float()).abs().max() < 2 * SHARP[dtype] * want[
-            0
-        ].abs().max() and (got[1] - want[1]).abs().max() < lse
-
-
 def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     "The mutant: what is right for a rotation."
     store, k, v = filled(KEYS["prompt"], torch.float32)
@@ -608,58 +553,14 @@ def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     assert error(attend(q, store), want, torch.float32) > 100
 
 
-@pytest.mark.parametrize(
-    "spec", [Spec(2), Spec(3), Spec(4), Spec(2.5), Spec(3, residual="sign")], ids=str
-)
-def test_mapped_codes_beat_the_rotation_and_exchanged_ones_do_not(spec):
-    """The error of scores on fresh vectors, against what the formula promises; the wrong way
-    round loses."""
-    from turboquant_nb.quant.mixed_precision import make_quantizer
-
-    d = 64
-    m, c = moments(3, d, decay=1.0)
-    q, k = drawn(m, 4, 3, 100, seed=1), drawn(c, 4, 3, 1000, seed=2)
-    errors = {}
-    for name, rotation in (
-        ("rotation", "hadamard"),
-        ("transforms", M.fit_head_transform(m, c).name),
-        ("exchanged", M.fit_head_transform(c, m).name),
-    ):
-        coder = make_quantizer(replace(spec, rotation=rotation), d)
-        errors[name] = (q @ (decode(coder, coder.encode(k)) - k).mT).square().mean((0, 2, 3))
-    gain = M.coding_gain(m, c, M.best_metric(m, c))
-    assert (gain > 0.4).all()
-    measured = 0.5 * (errors["rotation"] / errors["transforms"]).log2()
-    assert ((measured - gain).abs() < 0.15).all(), (measured, gain)
-    assert (errors["exchanged"] > errors["rotation"]).all()
-
-
 # --- odd data
 # --------------------------------------------------------------------------------------
 
 
 def test_ids_that_are_no_windows():
     (model, _), ids = made("llama"), texts()
-    for bad in (ids[:0], ids[:, :0], ids[0], ids[None], ids.float(), ids > 5, ids[:, :5]):
-        with pytest.raises(
-            ValueError, match=r"ids must be \[windows, at least 6 tokens\] of integers, got \["
-        ):
-            collect(model, bad)
-    for bad in (None, [[1, 2, 3]], "text", ids.numpy()):
-        with pytest.raises(TypeError, match=r"ids must be a tensor \[windows, tokens\], got"):
-            collect(model, bad)
-    for name, bad in (
-        ("skip", -1),
-        ("skip", 2.5),
-        ("skip", True),
-        ("batch", 0),
-        ("batch", None),
-    ):
-        with pytest.raises(ValueError, match=f"{name} must be an integer of at least"):
-            collect(model, ids, **{name: bad})
-    for bad in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="shrink must be from 0 to 1"):
-            calibrate(model, ids, shrink=bad)
+    with pytest.raises(ValueError, match="batch must be an integer of at least"):
+        collect(model, ids, batch=0)
     with pytest.raises(IndexError):
         collect(model, ids + 1000)
     assert model.config._attn_implementation == "sdpa"
@@ -739,15 +640,6 @@ def test_maps_that_a_store_cannot_take():
     for shape in ((16,), (5, 16), (3, 5, 16)):
         with pytest.raises(ValueError, match=r"a transform of 2 heads takes \[..., 2, n, 16\]"):
             encode(coder, torch.ones(shape))
-    for bad in (
-        torch.zeros(2, 4, 4),
-        torch.full((1, 4, 4), torch.inf),
-        torch.ones(4, 4),
-        torch.ones(1, 4, 5),
-        torch.ones(1, 2, 2).long(),
-    ):
-        with pytest.raises(ValueError, match="matrix must be"):
-            M.HeadTransform.of(bad)
 
 
 # --- files

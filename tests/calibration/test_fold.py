@@ -1,8 +1,6 @@
 """Scales of keys folded into the weights: the best ones, no bit of the model changed, smaller
 errors of scores, and refusals."""
 
-import itertools
-
 import pytest
 import torch
 import transformers
@@ -19,7 +17,6 @@ from turboquant_nb.calibration.fold import (
     write_folded,
 )
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
-from turboquant_nb.theory.transforms import best_scales
 
 SMALL = dict(
     vocab_size=64,
@@ -90,26 +87,6 @@ def test_not_a_bit_changes(name, dtype):
     )
 
 
-def test_the_scales_are_the_best_powers_of_two():
-    """Every other choice for a small head costs at least as much but for what a rounding of
-    each scale may cost."""
-    g = torch.Generator().manual_seed(0)
-    for rotary_dim in (6, 4, 0):
-        m, c = (torch.randn(1, 6, generator=g).exp2() ** 2 for _ in range(2))
-        s = best_scales(m, c, rotary_dim)[0]
-        half = rotary_dim // 2
-        assert torch.equal(s[:half], s[half:rotary_dim]) and (s.log2() % 1 == 0).all()
-        cost = lambda s: float((s**2 * c[0]).sum() * (m[0] / s**2).sum())
-        free = half + 6 - rotary_dim
-        tried = []
-        for e in itertools.product(range(-3, 4), repeat=free):
-            x = torch.tensor(e).float().exp2()
-            tried.append(cost(torch.cat([x[:half], x[:half], x[half:]])))
-        assert min(tried) * (1 - 1e-6) <= cost(s) <= 1.05 * min(tried) and cost(s) <= cost(
-            torch.ones(6)
-        )
-
-
 def test_scores_of_coded_keys_err_less():
     """Keys and queries of a layer before and after, coded with 3 bits: the ratio is that of the
     costs."""
@@ -132,21 +109,6 @@ def test_scores_of_coded_keys_err_less():
     before = errors()
     fold(model, found)
     assert (errors() < before).all() and errors().sum() < 0.8 * before.sum()
-
-
-def test_what_cannot_be_read_is_left_alone():
-    m, c = torch.ones(2, 8), torch.ones(2, 8)
-    m[0, 1] = m[0, 5] = 0
-    c[1] = 0
-    assert torch.equal(best_scales(m, c, 8), torch.ones(2, 8))
-    c[0, 0] = c[0, 4] = 1e30
-    assert best_scales(m, c, 8).isfinite().all() and best_scales(m, c, 8).min() >= 2.0**-12
-    for bad in ((m[0], c[0], 8), (m, c[:, :4], 4), (m, c, 9)):
-        with pytest.raises(ValueError, match="H, d"):
-            best_scales(*bad)
-    for x in (torch.full((2, 8), torch.inf), -torch.ones(2, 8)):
-        with pytest.raises(ValueError, match="finite and not negative"):
-            best_scales(m, x, 8)
 
 
 @pytest.mark.parametrize(
@@ -178,30 +140,22 @@ def test_refusals_change_nothing(tmp_path):
     with pytest.raises(ValueError, match="not exact in float16"):
         fold(half, Fold([s * 2.0**-12 for s in found.scales], found.header))
     assert same(half, before) and same(model)
-    for ids in (tokens()[:, :4], tokens()[0], tokens().float(), tokens()[:0]):
-        with pytest.raises(ValueError, match="ids must be"):
-            fit_fold(model, ids)
+    with pytest.raises(ValueError, match="ids must be"):
+        fit_fold(model, tokens()[0])
     fold(model, found)
-    for again in (lambda: fold(model, found), lambda: fit_fold(model, tokens())):
-        with pytest.raises(ValueError, match="folded already"):
-            again()
+    with pytest.raises(ValueError, match="folded already"):
+        fit_fold(model, tokens())
     assert not [h for m in model.modules() for h in m._forward_hooks]
 
 
-def test_files(tmp_path):
-    model, path = made("bias"), tmp_path / "a.fold"
-    found = fit_fold(model, tokens())
+def test_a_changed_file_is_refused(tmp_path):
+    found, path = fit_fold(made("bias"), tokens()), tmp_path / "a.fold"
     save_fold(found, path)
-    again = load_fold(path)
-    assert again.header == found.header and all(map(torch.equal, again.scales, found.scales))
-    fold(model, again)
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match="changed after it was written"):
         load_fold(path)
-    with pytest.raises(FileNotFoundError):
-        load_fold(tmp_path / "none")
 
 
 def test_a_checkpoint(tmp_path):
@@ -211,8 +165,6 @@ def test_a_checkpoint(tmp_path):
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(logits(loaded, ids), before)
     assert load_fold(tmp_path / "out" / "fold.safetensors").header["tokens"] == 3 * 36
-    with pytest.raises(FileExistsError, match="not an empty folder"):
-        write_folded(model, None, ids, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,9 @@ from turboquant_nb.esm.transform import (
     RECIPES,
     SideCode,
     SideSpec,
-    TransformCode,
     TransformRecipe,
     code_states,
-    load_code,
     look_up,
-    save_code,
 )
 
 
@@ -145,31 +142,6 @@ def test_recipes():
     for name, bad in (("bits", 0), ("bits", 9), ("rotation", "x"), ("center", "x")):
         with pytest.raises(ValueError, match=f"{name} must be"):
             SideSpec(**{name: bad})
-
-
-def test_file_and_held_out(tmp_path):
-    bits = torch.randint(0, 5, (2, 3, 8), generator=torch.Generator().manual_seed(0))
-    key, value = side(bits.to(torch.uint8), 1, torch.ones(4)), side(bits.to(torch.uint8), 2)
-    hashes = M.text_hashes(["MKV"])
-    code = TransformCode(key, value, RECIPES["water2"], {"model": "x"}, hashes)
-    path = tmp_path / "a.safetensors"
-    save_code(code, path)
-    back = load_code(path)
-    assert back.recipe == code.recipe and back.header["model"] == "x"
-    assert (
-        back.bits_per_value == code.bits_per_value and back.tables_nbytes == code.tables_nbytes
-    )
-    for a, b in ((key, back.key), (value, back.value)):
-        assert a.tensors().keys() == b.tensors().keys()
-        assert all(torch.equal(a.tensors()[n], b.tensors()[n]) for n in a.tensors())
-    with pytest.raises(ValueError, match="calibration set"):
-        back.check_held_out(["AAA", "mkv"])
-    back.check_held_out(["AAA"])
-    with pytest.raises(FileNotFoundError):
-        load_code(tmp_path / "b")
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="not a readable code"):
-        load_code(path)
 
 
 # --- fitting

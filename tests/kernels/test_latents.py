@@ -10,7 +10,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
-from tests.helpers import ahead_of_time
+from tests.helpers import SLOW, ahead_of_time
 from turboquant_nb.cache.attention import Call, attend, visible
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import latents, ops
@@ -150,7 +150,7 @@ def test_against_fp64(name, form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(6) if CUDA or SLOW else (0, 2, 4, 5))
 def test_random_cases(seed, form):
     draw = random.Random(seed)
     pick = lambda *x: draw.choice(x)

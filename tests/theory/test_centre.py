@@ -48,18 +48,8 @@ def test_a_mean_that_is_noise_is_zero():
     "Positive-part James-Stein: what is shrunk below zero is zero, not turned round."
     x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
     x = x - x.mean(2, keepdim=True) + 0.01
-    assert (masked_mean(x, torch.zeros(1)) == 0).all()
-
-
-def test_the_mean_of_a_prompt_that_is_noise_is_zero():
-    "As of `masked_mean`, for the path that does not wait for a device."
-    x = torch.randn(1, 1, 6, 8, generator=torch.Generator().manual_seed(0))
-    x = x - x.mean(2, keepdim=True) + 0.01
-    assert (
-        (prompt_mean(x) == 0).all()
-        and (prompt_mean(x[:, :, :1]) == 0).all()
-        and (prompt_mean(x + 9) != 0).all()
-    )
+    assert not masked_mean(x, torch.zeros(1)).any() and not prompt_mean(x).any()
+    assert (prompt_mean(x + 9) != 0).all()
 
 
 def by_hand(x):
@@ -139,9 +129,6 @@ def test_the_mean_of_a_prompt_is_the_mean_less_its_noise():
     for got in (prompt_mean(x, 2), masked_mean(x, torch.tensor([2, 2]))):
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got.float(), want, rtol=2**-8, atol=2**-12)
-    apart = masked_mean(x, torch.tensor([2, 5]))
-    same(apart[:1], masked_mean(x[:1], torch.tensor([2])))
-    same(apart[1:], prompt_mean(x[1:], 5))
 
 
 @pytest.mark.parametrize("n, skip", ((1, 0), (4, 3), (4, 4), (4, 9), (0, 0)))
@@ -260,8 +247,6 @@ def test_what_a_centre_refuses():
     assert "taken out by PyTorch" in own.refuses("kernels") and own.refuses("values") == ""
     with pytest.raises(NotImplementedError):
         own.fit(torch.ones(1, 1, 2, 4), [0], 0)
-    with pytest.raises(TypeError, match="centre must be a Centre, got str"):
-        register_centre("prompt_mean")
     assert register_centre(CENTRES["none"]) is CENTRES["none"]
 
 

@@ -5,11 +5,10 @@ equal to the dense formula. That estimates have these means and variances is mea
 import math
 from functools import lru_cache
 
-import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.testing import bounded, no_worse_than, same, within_z
+from turboquant_nb.testing import bounded, same, within_z
 from turboquant_nb.theory.qjl import (
     pack_signs,
     qjl_decode,
@@ -132,13 +131,6 @@ def test_sketch_shares_no_draws_with_the_rotation_of_its_seed(d):
     )  # other signs of the columns
 
 
-def test_gaussian_moments():
-    S = sketch_matrix(4000, 50, "gaussian", 1)
-    within_z(S, 0, 1, name="mean")
-    within_z(S.square(), 1, math.sqrt(2), name="variance")
-    within_z(S[:-1] * S[1:], 0, 1, name="neighbouring rows")
-
-
 # ---- mean and variance
 
 
@@ -165,45 +157,8 @@ def test_variance_two_ways(d):
     assert float(qjl_variance(across, r, 2 * d + 1, "orthogonal")) == pytest.approx(
         float(sum(blocks)) / (2 * d + 1) ** 2, rel=1e-12
     )
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "orthogonal"])
-def test_orthogonal_never_worse_and_never_negative(kind, gen):
-    q, r = torch.randn(50, 12, generator=gen), torch.randn(50, 12, generator=gen)
-    for m in range(1, 40):
-        V = qjl_variance(q, r, m, kind)
-        assert V.dtype == torch.float64 and V.shape == (50,) and (V > 0).all()
-        assert (
-            qjl_variance(q, r, m, "orthogonal") <= qjl_variance(q, r, m) * (1 + 1e-12)
-        ).all()
-    assert qjl_variance(q[:, None], r[:3], 5, kind).shape == (50, 3)
-    at_one = qjl_variance(
-        torch.ones(1), torch.ones(1), 3, "orthogonal"
-    )  # d = 1: the sign is everything
-    assert 0 <= float(at_one) < 1e-12
-
-
-def test_hadamard_bias_of_sparse_vectors():
-    d = 16
-    unit = C * mean_length(d) / math.sqrt(d)
-    for k, want in ((1, unit), (2, unit / math.sqrt(2))):
-        r = torch.zeros(d, dtype=torch.float64)
-        r[:k] = 1 / math.sqrt(k)
-        got = terms("hadamard", r, r, d, 50)
-        bounded((got - want).abs(), 1e-5)
-        bounded(0.1, abs(want - 1))
-    S = (
-        sketch_matrix(4000 * d, d, "hadamard").view(4000, d, d)[:, :1].double()
-    )  # ties: two equal channels, one row
-    r = torch.zeros(d, dtype=torch.float64)
-    r[:2] = 1 / math.sqrt(2)
-    q = torch.tensor([1.0, -1.0] + [0.0] * (d - 2), dtype=torch.float64)
-    ties = (S @ r).abs() < 1e-9
-    within_z(ties, 0.5, 0.5, name="share of ties")
-    e = C * (S @ q) * (2.0 * (S @ r > 1e-9) - 1)
-    within_z(
-        e, 0, C * mean_length(d) * math.sqrt(2 / d), name="ties read as negative leave no bias"
-    )
+    one = torch.ones(1)  # in one dimension the sign is everything
+    assert 0 <= float(qjl_variance(one, one, 3, "orthogonal")) < 1e-12
 
 
 def test_hadamard_rows_come_in_random_order():
@@ -223,38 +178,6 @@ def test_hadamard_rows_come_in_random_order():
 
 
 # ---- signs and bytes
-
-
-@pytest.mark.parametrize("m", list(range(1, 20)) + [64, 100, 127, 128])
-@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (0,), (2, 0, 3)])
-def test_pack_round_trip(m, shape, gen):
-    bits = torch.randint(0, 2, (*shape, m), generator=gen, dtype=torch.uint8)
-    packed = pack_signs(bits)
-    assert packed.shape == (*shape, -(-m // 8)) and packed.dtype == torch.uint8
-    same(
-        packed,
-        torch.from_numpy(np.packbits(bits.numpy(), axis=-1, bitorder="little")),
-        allow_empty=True,
-    )
-    same(unpack_signs(packed, m), bits, allow_empty=True)
-    if m % 8 and packed.numel():
-        noisy = packed.clone()
-        noisy[..., -1] |= 0xFF << (m % 8) & 0xFF
-        assert not torch.equal(noisy, packed)
-        same(unpack_signs(noisy, m), bits)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_signs_and_norm(dtype, gen):
-    S = sketch_matrix(37, 20)
-    r = torch.randn(6, 3, 20, generator=gen).to(dtype)
-    bits = sign_bits(r, S)
-    same(bits, (r.double() @ S.double().T > 0).to(torch.uint8))
-    packed, norm = qjl_encode(r, S)
-    same(packed, pack_signs(bits))
-    torch.testing.assert_close(norm, r.double().norm(dim=-1).float(), rtol=1e-6, atol=0)
-    same(sign_bits(r.transpose(0, 1), S), bits.transpose(0, 1).contiguous())
-    assert norm.dtype == torch.float32
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-10, 1e10, 1e30, 1e37])
@@ -300,26 +223,6 @@ def test_autocast_leaves_the_arithmetic_in_fp32(gen):
 
 
 # ---- scores
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [1, 7, 8, 9, 64, 100, 128])
-@pytest.mark.parametrize("d", [1, 4, 64, 80])
-def test_scores_equal_the_dense_formula(kind, m, d, gen):
-    S = sketch_matrix(m, d, kind)
-    q, r = torch.randn(2, 9, d, generator=gen), torch.randn(2, 120, d, generator=gen)
-    packed, norm = qjl_encode(r, S)
-    bits = sign_bits(r, S)
-    plain = (q @ S.T) @ (2 * bits.float() - 1).mT * (norm * (C / m)).unsqueeze(-2)
-    exact = dense(q, bits, norm, S)
-    no_worse_than(qjl_scores(q, packed, norm, S), plain, exact, factor=3)
-    vectors = (
-        (2 * bits.float() - 1) @ S * (norm * (C / m)).unsqueeze(-1)
-    )  # another order of the same sums, so a reference of its own: with few rows
-    no_worse_than(
-        q @ qjl_decode(packed, norm, S).mT, q @ vectors.mT, exact, factor=2
-    )  # `plain` has only 2 x 9 x m roundings, and its largest may be small by luck
-    same(qjl_decode(bits, norm, S), qjl_decode(packed, norm, S))
 
 
 @pytest.mark.parametrize(
@@ -376,33 +279,6 @@ def test_scores_never_hold_one_float_per_sign(gen):
 # ---- errors
 
 NAN, INF = math.nan, math.inf
-
-
-@pytest.mark.parametrize(
-    "m,d,kind,seed,error,text",
-    [
-        (0, 8, "gaussian", 0, ValueError, "m must be an integer of at least 1, got 0"),
-        (-3, 8, "gaussian", 0, ValueError, "m must"),
-        (8, 0, "gaussian", 0, ValueError, "d must"),
-        (8, 8, "gaussian", -1, ValueError, "seed must"),
-        (2.0, 8, "gaussian", 0, TypeError, "m must be an integer of at least 1, got 2.0"),
-        (True, 8, "gaussian", 0, TypeError, "m must"),
-        (8, "8", "gaussian", 0, TypeError, "d must"),
-        (8, 8, ["gaussian"], 0, ValueError, "kind must be one of"),
-        (8, 8, None, 0, ValueError, "kind must be one of"),
-        (
-            8,
-            8,
-            "haar",
-            0,
-            ValueError,
-            "kind must be one of 'gaussian', 'orthogonal', 'hadamard', got 'haar'",
-        ),
-    ],
-)
-def test_bad_matrix(m, d, kind, seed, error, text):
-    with pytest.raises(error, match=text):
-        sketch_matrix(m, d, kind, seed)
 
 
 @pytest.mark.parametrize("f", [sign_bits, qjl_encode])

@@ -382,8 +382,11 @@ def test_prefixes_in_a_folder_between_engines(monkeypatch, tmp_path):
             setattr(at, part, SimpleNamespace())
             at = getattr(at, part)
         at.secondary_tiers = [SimpleNamespace(drain_jobs=drain)]
+        llm.llm_engine.step = lambda: "out"
+        llm.llm_engine.engine_core.engine_core.scheduler.running = []
         made = engine.Shared(llm, ask, lambda n: [0], [])
         rows += made.rows(1, 5)
+        assert llm.llm_engine.step() == "out"
         assert log == ["ask", *["forget", "drain", "ask"] * 3, "forget", "drain"]
     assert [(r["by"], r["p50"], r["cached"], r["n"]) for r in rows] == [
         ("computed", 1.0, 0, 3),
@@ -552,3 +555,8 @@ def test_a_gate_is_shared_by_runs_of_one_package(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "package", lambda: "another")
     with pytest.raises(SystemExit, match="of another package"):
         serving.shared_gate(tmp_path / "g", ["plain"], 1)
+
+
+def test_a_closed_experiment_says_where_its_script_lies():
+    with pytest.raises(SystemExit, match=f"notice is closed: .* {run.LAST}"):
+        run.main(["notice"])

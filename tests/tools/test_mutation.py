@@ -107,3 +107,26 @@ def test_a_change_that_is_no_python_counts_as_not_importable(tmp_path, monkeypat
     monkeypatch.setattr(tool, "mutated", lambda *_: source.replace("if", "if not"))
     run, _ = tree.attempt(mutant, {})
     assert run() == 3 and "not Python" in json.loads(capsys.readouterr().out)[1]
+
+
+def test_what_passes_the_tests_meets_the_cells_of_its_chapter(tmp_path, capsys):
+    tool, source = mutation.mutants, "# %% ../a.ipynb #one\ndef f():\n    return 1\n"
+    held = {"one": "def f():\n    return 1", "two": "assert f() == 1", "three": "#| gpu\n?"}
+    cells = [dict(id=k, cell_type="code", source=x) for k, x in held.items()]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    (tmp_path / "p").mkdir()
+    path, other = tmp_path / "p" / "a.py", source.replace("return 1", "return 2")
+    jobs = [(x, lambda x=x: tool.run_chapter(path, x, "p.a") or 0, 60) for x in (source, other)]
+    with capsys.disabled():  # what a child says is in its log
+        (_, kept, log), (_, code, said) = tool.side_by_side(jobs, 1)
+    assert kept == 0, log
+    assert code == 4 and "assert f() == 1" in said
+
+
+def test_a_mutant_that_stops_the_collection_has_no_test_to_run_again(capsys):
+    tool, mutant = mutation.mutants, mutation.mutants.Mutant("a", "o", 0, 1)
+    log = '["x", "y"]\n1 error in 0.1s\n\n'
+    tried = [lambda: print(log, end="") or 1]  # a second run is none
+    tree = SimpleNamespace(in_order=False, attempt=lambda *_: (tried.pop(), 9))
+    with capsys.disabled():
+        assert [x.outcome for x in tool.try_out(tree, [mutant], 9)] == ["killed"]

@@ -7,6 +7,7 @@ __all__ = ['append_again', 'append']
 
 # %% ../../nbs/40f_append.ipynb #40f00004
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -143,21 +144,22 @@ def append_again(store: KVStore, k: Tensor, v: Tensor) -> bool:
     return again(store, k, v)
 
 # %% ../../nbs/40f_append.ipynb #b023a9ff
-def _code_flagged(store, states, means, flags=None) -> Tensor:
+def _code_flagged(plan, store, states, means, flags=None) -> Tensor:
     "Code by the kernel; the flags."
     make_room(store, states[0].shape[2])
-    return encode_append(store, *states, store.length - store.offset, means, flags)
+    at = store.length - store.offset
+    return encode_append(store, *states, at, means, flags, plan=plan)
 
 
-def _code_unseen(store, states, means, names):
+def _code_unseen(plan, store, states, means, names):
     """What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose
     `sync` raises."""
-    _code_flagged(store, states, means, flags_of(store))
+    _code_flagged(plan, store, states, means, flags_of(store))
 
 
-def _code_and_wait(store, states, means, names):
+def _code_and_wait(plan, store, states, means, names):
     "What it calls otherwise: the kernel, and, returned, a look at its flags."
-    flags = _code_flagged(store, states, means)
+    flags = _code_flagged(plan, store, states, means)
 
     def confirm():
         if any(flags.tolist()):
@@ -246,7 +248,7 @@ def append(
     if wait or not _is_short(store, plan, k, v):
         if plan.chained:  # PyTorch, which asks a kernel for the symbols
             return append_by_host(store, k, v, names, mean_of=fused_mean)
-        code = _code_unseen if wait is False else _code_and_wait
+        code = partial(_code_unseen if wait is False else _code_and_wait, plan)
         return append_by_host(store, k, v, names, code, fused_mean)
     if not store.clock.fixed:
         _make_room(store, k.shape[2])

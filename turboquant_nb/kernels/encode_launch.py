@@ -488,10 +488,11 @@ def encode_append(
     # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was
     # measured on
     config: tuple | None = None,
+    plan: _AppendPlan | None = None,  # the store's, where it is at hand
 ) -> Tensor:  # flags: key not finite, too large, value not finite, too large
     """Code k and v and write them into planes and scales, in one launch and without waiting for
     it; nothing else of the store changes. Raises ValueError/TypeError for what does not fit."""
-    plan, parts, n = _plan(store), store.parts, k.shape[2]
+    plan, parts, n = plan or _plan(store), store.parts, k.shape[2]
     check_states(store, k, v, ("k", "v"))
     truncated = [part.memory.truncated_tiles for part in parts]
     low, room = max(truncated) * store.tile, store.key.memory.tiles * store.tile
