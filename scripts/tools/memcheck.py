@@ -294,7 +294,7 @@ def sink_case(case):
     assert all(first.ne(0).any() for (first, _), _ in found)
     q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
     for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
-        kernel = kernel if plan.supports(kernel)[0] else "portable"
+        kernel = "portable" if plan.refuses(kernel) else kernel
         out, lse = decode_cells(
             q,
             cache,

@@ -18,7 +18,7 @@ from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.heads import GroupedLayer, join_heads, take_heads
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.storage import load_compressed, save_compressed
-from turboquant_nb.kernels.decode import is_interpreted
+from turboquant_nb.kernels.decode_launch import is_interpreted
 from turboquant_nb.quant.mixed_precision import HeadRecipe, recipe_from_json
 from turboquant_nb.quant.quantizer import CODES, Spec, register_code, scalar_code
 from turboquant_nb.quant.recipe import Recipe

@@ -591,7 +591,7 @@ class Silent:
 @pytest.fixture
 def silent(monkeypatch):
     "Names of launches, which do nothing: what is left is the host's part, on any machine."
-    from turboquant_nb.kernels import decode, decode_mma, encode, encode_launch, launch
+    from turboquant_nb.kernels import decode_launch, decode_mma, encode, encode_launch, launch
 
     made = []
 
@@ -601,9 +601,11 @@ def silent(monkeypatch):
             self.ordered(named),
             self.kernel.__name__,
         )
-        return decode.Launch({grid: Silent(made, name)[grid]}, grid, args, self.places, slots)
+        return decode_launch.Launch(
+            {grid: Silent(made, name)[grid]}, grid, args, self.places, slots
+        )
 
-    monkeypatch.setattr(decode.Launcher, "__call__", note)
+    monkeypatch.setattr(decode_launch.Launcher, "__call__", note)
     monkeypatch.setattr(encode_launch, "_short_kernel", Silent(made, "append"))
     monkeypatch.setattr(
         launch, "_device_reason", lambda device, portable: "portable" if portable else ""

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
-from turboquant_nb.kernels import cell_attention, cells, decode, decode_mma
+from turboquant_nb.kernels import cell_attention, cells, decode, decode_launch, decode_mma
 from turboquant_nb.kernels.past import _join_past_kernel, _past_kernel
 from turboquant_nb.kernels.recent import _recent_kernel, _sinks_kernel
 from turboquant_nb.kernels.work import _work_kernel
@@ -117,21 +117,21 @@ def fragments(
 def sizes(c):
     return dict(
         D=c.d_key,
-        DP=decode.padded_size(c.d_key),
+        DP=decode_launch.padded_size(c.d_key),
         DV=c.d_value,
-        DVP=decode.padded_size(c.d_value),
+        DVP=decode_launch.padded_size(c.d_value),
     )
 
 
 def windows(c, codebook):
     "The same as the portable kernel takes it."
     both = zip(chains(c, codebook), (c.d_key, c.d_value))
-    return dict(zip(("KX", "VX"), (decode.window_chain(*x) for x in both)))
+    return dict(zip(("KX", "VX"), (decode_launch.window_chain(*x) for x in both)))
 
 
 def portable(c, sliding=False, capped=False, listed=True, codebook=None):
     flags = dict.fromkeys(("HAS_START", "HAS_END", "BIASED"), False)
-    constants = decode._NO_TABLE | sizes(c) | flags
+    constants = decode_launch._NO_TABLE | sizes(c) | flags
     constants |= dict(
         KA=places(c, "key"),
         VA=places(c, "value"),
@@ -221,8 +221,6 @@ def append(c, steps=4, centred=False, step=0):
 def past(c, codebook=None):
     k, v = places(c, "key"), places(c, "value")
     constants = sizes(c) | dict(
-        k_scale=k[3] // 2,
-        v_scale=v[3] // 2,
         KA=k,
         VA=v,
         R=c.tokens // 4,
@@ -251,7 +249,7 @@ def work(c, sliding=False):
 def join_past(c):
     return compiled(
         _join_past_kernel,
-        dict(D=c.d_value, DP=decode.padded_size(c.d_value), M=16),
+        dict(D=c.d_value, DP=decode_launch.padded_size(c.d_value), M=16),
         num_warps=4,
     )
 

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from turboquant_nb.kernels import blocks, decode, decode_mma, query
+from turboquant_nb.kernels import blocks, decode, decode_launch, decode_mma, query
 from turboquant_nb.quant.mixed_precision import find_code
 from turboquant_nb.quant.quantizer import Spec
 
@@ -79,7 +79,7 @@ def compiled(
 def chains_of(codebook, d, bits):
     "How levels of trellis codes of this name are read, of keys and of values."
     codes = [find_code(Spec(b, codebook=codebook), d) for b in bits]
-    return [decode.chain_of(code.lut, b) for code, b in zip(codes, bits)]
+    return [decode_launch.chain_of(code.lut, b) for code, b in zip(codes, bits)]
 
 
 def build(
@@ -182,8 +182,8 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
         SLIDING=False,
         CAPPED=False,
     )
-    windows = (decode.window_chain(chain, d) for chain in chains)
-    constants |= decode._NO_TABLE | dict(zip(("KX", "VX"), windows))
+    windows = (decode_launch.window_chain(chain, d) for chain in chains)
+    constants |= decode_launch._NO_TABLE | dict(zip(("KX", "VX"), windows))
     options = dict(num_warps=8 if d > 128 or codebook else 4, num_stages=1)
     return compiled(decode._portable_kernel, constants, capability, types, **options)
 
@@ -198,7 +198,7 @@ def pre_rope(capability=90, d=128, rotary=None, rotating=None):
         H2=half,
         ROTATING=pairs,
         HP=padded,
-        REST=decode.padded_size(d - 2 * pairs) if d > 2 * pairs else 0,
+        REST=decode_launch.padded_size(d - 2 * pairs) if d > 2 * pairs else 0,
         ROWS=32 if pairs <= 128 else 16,
         BT=128 if pairs <= 64 else 64 if pairs <= 128 else 32,
         HAS_START=True,
@@ -216,7 +216,9 @@ def transform(capability=90, d=128, rows=4):
     if few:
         fn, constants = (
             query._rotate_few_kernel,
-            dict(D=d, DP=decode.padded_size(d), ROWS=rows, COLS=16, AFTER=capability >= 90),
+            dict(
+                D=d, DP=decode_launch.padded_size(d), ROWS=rows, COLS=16, AFTER=capability >= 90
+            ),
         )
         options |= {"launch_pdl": True} if capability >= 90 else {}
     else:
@@ -235,7 +237,7 @@ def look_up(capability=90, d=128, bits=3, by_token=False):
         | dict.fromkeys(("OUT", "TABLE"), "*fp16")
         | dict(CHANNELS="*i32", ob="i64", s0="i64", s1="i64", s2="i64")
     )
-    padded = decode.padded_size(d)
+    padded = decode_launch.padded_size(d)
     constants = dict(D=d, DP=padded, R=64, ROWS=16, BITS=bits, BY_TOKEN=by_token, RANGE=True)
     return compiled(blocks._look_up_kernel, constants, capability, types, num_warps=4)
 
@@ -249,8 +251,8 @@ def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
     )
     constants = dict(
         D=d,
-        DP=decode.padded_size(d),
-        HK=decode.padded_size(d // 2),
+        DP=decode_launch.padded_size(d),
+        HK=decode_launch.padded_size(d // 2),
         R=64,
         BITS=bits,
         BY_TOKEN=by_token,

@@ -15,7 +15,7 @@ import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
 from turboquant_nb.kernels import latent_fragments, latents
-from turboquant_nb.kernels.decode import padded_size
+from turboquant_nb.kernels.decode_launch import padded_size
 
 TYPES = aot_decode.TYPES | dict(BESIDE="*fp32", MR="*bf16", KSCALE="*fp16", VSCALE="*fp16")
 TYPES |= dict(PAGES="*i32", WORK="*i32")

@@ -125,7 +125,7 @@ def check(plan, cache, requests, q, exact=None, rule=Rule(), limit=1e-5, **how):
     states = exact and exact._replace(k=exact.k.float(), v=exact.v.float())
     want, want_lse = attend_cells(q.float(), cache, plan, requests, starts, states, rule)
     limit, seen = 3e-3 if CUDA or q.dtype != torch.float32 else limit, want_lse > -torch.inf
-    kernels = ("portable", "fragments")[: 1 + (CUDA and plan.supports("fragments")[0])]
+    kernels = ("portable", "fragments")[: 1 + (CUDA and not plan.refuses("fragments"))]
     for kernel in kernels:
         space = Workspace(DEVICE, 10**6)
         space.memory.fill_(torch.nan)

@@ -564,18 +564,18 @@ def test_products_beside_each_other():
                 runner, got = caches[1].runner, []
                 ids = torch.full((batch, 1), 5, device=DEVICE)
                 at = torch.full((batch, 1), 200, device=DEVICE)
-                for _ in range(64):
+                for i in range(2 + 64):  # a call without a mask: captured, compared, replayed
                     before = runner.replayed
                     with torch.no_grad():
                         out = model(ids, position_ids=at, past_key_values=caches[1])
-                    assert runner.replayed == before + 1, caches[1].report()["graphs"]
+                    assert i < 2 or runner.replayed == before + 1, caches[1].report()["graphs"]
                     got.append(out.logits)
                     runner._take_back(1)
                 assert all(torch.equal(x, got[0]) for x in got)
                 logits[name, batch] = got[0]
         finally:
             StepRunner.beside = staticmethod(own)
-    assert moved == [16, 16], moved  # two of three products in each of eight layers
+    assert set(moved) == {16}, moved  # two of three products in each of eight layers
     assert all(torch.equal(logits["one", b], logits["two", b]) for b in (1, 3))
 
 

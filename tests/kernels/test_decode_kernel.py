@@ -29,7 +29,7 @@ except ImportError:
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.kernels import decode, decode_mma, encode, launch, ops, query
+from turboquant_nb.kernels import decode, decode_launch, decode_mma, encode, launch, ops, query
 from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.cache.packing import Layout, pack
@@ -362,9 +362,9 @@ def recorded(monkeypatch):
         assert len(args) == len(self.kernel.arg_names) and self.kind(named)
         run = lambda *args: launches.append((self.kernel, grid, args))
         run(*args)
-        return decode.Launch({grid: run}, grid, args, self.places, slots)
+        return decode_launch.Launch({grid: run}, grid, args, self.places, slots)
 
-    monkeypatch.setattr(decode.Launcher, "__call__", note)
+    monkeypatch.setattr(decode_launch.Launcher, "__call__", note)
     hopper = encode.DeviceProperties(132, 232448, (9, 0))
     monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
     return launches
@@ -685,7 +685,7 @@ def looked_up(codes, levels, along):
     inputs = [x.contiguous().numpy().view(np.uint32) for x in inputs]
     table = [
         np.int64(w)
-        for w in decode.pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]]
+        for w in decode_launch.pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]]
         for _ in range(4)
     ]
     out = decode_mma._run_ptx(
@@ -710,8 +710,10 @@ CHAINED = ((2, "trellis_fast"), (2, "trellis"), (3, "trellis_fast"), (3, "trelli
 def chained(code, codes, along):
     "As `looked_up`, of a code whose levels are those of windows."
     d, bits, half = code.d, code.trellis.bits, code.d // 2
-    back, circular, *masks = decode.chain_of(code.lut, bits)
-    table = decode.pack_lut(code.lut.levels, decode.selector_bits(code.lut.taps, bits))
+    back, circular, *masks = decode_launch.chain_of(code.lut, bits)
+    table = decode_launch.pack_lut(
+        code.lut.levels, decode_launch.selector_bits(code.lut.taps, bits)
+    )
     planes = [p[0].numpy() for p in pack(codes, Layout(bits, d, along))]
     if along == "channel":
         words = d // 32
@@ -823,7 +825,7 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
     strides = rotation.stride(0) if own else 0, *rotation.stride()[-2:]
     want = torch.zeros_like(out)
     want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ rotation.mT
-    size = decode.padded_size(d)
+    size = decode_launch.padded_size(d)
     few, many = (
         (query._rotate_few_kernel, 4, 16, (size, 4, 16, False)),
         (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32)),

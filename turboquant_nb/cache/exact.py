@@ -38,6 +38,14 @@ class _NewExact(NamedTuple):
     sinks: Tensor | None  # [B, H, S, d]; None: they stay
 
 
+@lru_cache(maxsize=1024)
+def _ring_slots(first: int, count: int, recent: int, device: torch.device) -> Tensor:
+    """Slots of a ring of `recent` tokens that `count` positions have, the first of them in slot
+    `first`; every layer asks for the same."""
+    with torch.inference_mode(False):
+        return torch.arange(first, first + count, device=device) % max(recent, 1)
+
+
 class ExactTokens:
     """Copies of tokens as they came: the first S real ones of each sequence, and the last W in
     a ring. They are the tensors "sinks" [B, H, S, d] and "recent" [B, H, W, d] of a dictionary,
@@ -72,9 +80,7 @@ class ExactTokens:
         "What `put` takes to hold new tokens; nothing changes yet."
         n, recent = x.shape[2], self.recent.shape[2]
         last = min(n, recent)
-        slots = torch.arange(first + n - last, first + n, device=x.device).remainder_(
-            max(recent, 1)
-        )
+        slots = _ring_slots((first + n - last) % max(recent, 1), last, recent, x.device)
         if not sinks:
             return _NewExact(slots, x[:, :, n - last :], None)
         if unpadded and not first and n >= self.sinks.shape[2]:  # a prompt: in one copy
@@ -179,12 +185,7 @@ class Tail(NamedTuple):
         return self.key.nbytes + self.value.nbytes
 
 
-@lru_cache(maxsize=1024)
-def _ring_slots(first: int, count: int, recent: int, device: torch.device) -> Tensor:
-    """Slots of a ring of `recent` tokens that `count` positions have, the first of them in slot
-    `first`; every layer asks for the same."""
-    with torch.inference_mode(False):
-        return torch.arange(first, first + count, device=device) % max(recent, 1)
+
 
 # %% ../../nbs/30b_exact.ipynb #250b1759
 @patch

@@ -24,12 +24,12 @@ from turboquant_nb.cache.append import (
 )
 from .clock import DeviceClock, HostClock, check_states, flags_of
 from .exact import Ranges, Tail, _plain, _ring_slots
-from .memory import Part
+from .memory import Part, placed
 from .packing import TILE
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Coded, Spec, decode
 from ..quant.recipe import Recipe, as_recipe
-from ..theory.centre import shared_cos_sin
+from ..theory.centre import CosSinCache, shared_cos_sin
 
 # %% ../../nbs/31_store.ipynb #52fedbc5
 class KVStore:
@@ -50,13 +50,13 @@ class KVStore:
         tile: int = TILE,
         # with max_length: no tensor ever moves, and the device counts tokens
         static: bool = False,
-        # [r/2] the model's RoPE frequencies, for a centre that rotates
-        inv_freq: Tensor | None = None,
+        # [r/2] the model's RoPE frequencies, for a centre that rotates; or their table
+        inv_freq: Tensor | CosSinCache | None = None,
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
         self.batch, self.heads, self.dtype = batch, heads, dtype
         _check_store_args(batch, heads, max_length, dtype, self.recipe, static)
-        self.home = self.device = torch.zeros(0, device=device).device
+        self.home = self.device = placed(device)
         self.tile, self.max_length, r = tile, max_length, self.recipe
         more = dict(batch=batch, heads=heads, sinks=r.sinks, recent=r.recent, dtype=dtype)
         dv = d_key if d_value is None else d_value
@@ -75,7 +75,9 @@ class KVStore:
         )
         self.waiting = []  # chunks that wait for the queries of the first, see `wait`
         if self.key.q.centre.rotates:
-            self.cos_sin = shared_cos_sin(inv_freq, d_key, self.device)
+            is_table = isinstance(inv_freq, CosSinCache)
+            make = lambda: shared_cos_sin(inv_freq, d_key, self.device)
+            self.cos_sin = inv_freq if is_table else make()
             self.cos_sin.reach(max_length or 0)
         for part in self.parts if max_length else ():
             tiles = math.ceil(max_length / tile)

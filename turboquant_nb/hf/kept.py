@@ -20,7 +20,8 @@ from .runner import StepRunner
 # %% ../../nbs/53d_kept.ipynb #53d00006
 MOST = 256 * 2**20  # bytes of the stores that a model keeps
 _SPARE = 64  # tokens that a store must have room for, or it would soon grow
-_LONG = 4  # times the room that is needed: programs for longer ones find nothing to do
+# times the room that is needed, or tokens: programs for longer stores find nothing to do
+_LONG, _SHORT = 4, 1024
 _KEPT = WeakKeyDictionary()  # model -> `KeptSteps`
 
 
@@ -73,7 +74,9 @@ def _move(new: list, old: list) -> None:
         for p, q in zip(a.parts, b.parts):
             coded, theirs = p.memory.names, q.tensors
             tiles = math.ceil(a.length / a.tile)
-            cut = lambda name, t, coded=coded, tiles=tiles: t[:, :, :tiles] if name in coded else t
+            cut = lambda name, t, coded=coded, tiles=tiles: (
+                t[:, :, :tiles] if name in coded else t
+            )
             source += [cut(name, t) for name, t in p.tensors.items()]
             target += [cut(name, theirs[name]) for name in p.tensors]
         flags = torch.zeros_like(b.flags) if a.flags is None else a.flags
@@ -120,7 +123,8 @@ class KeptSteps:
         stores, limits = [x.store for x in layers], [x.max_length for x in layers]
         need = stores[0].length + tokens
         limited = any(x is not None for x in limits)
-        fits = need <= self.room if limited else need + _SPARE <= self.room <= _LONG * need
+        most = max(_LONG * need, _SHORT)
+        fits = need <= self.room if limited else need + _SPARE <= self.room <= most
         same = len({s.length for s in stores}) == 1 and limits == self.limits
         return (
             fits

@@ -183,6 +183,7 @@ class Reader:
     ):
         self.why, self.config, self.asked, self.deferred = why, config, asked, deferred
         self.memo = {}  # of a pass: what its masks said
+        self.tables = {}  # cosines and sines of layers, by frequencies, head size and device
         self.weights = self.traced = False  # of a pass: weights are asked for; a compiler runs
         named = attention_name(config) is not None
         if asked == "codes" and named and (found := self.obstacle):
@@ -308,10 +309,14 @@ class TurboQuantLayer(CacheLayerMixin):
         (b, h, _, dk), dv = key_states.shape, value_states.shape[3]
         length = None if self.is_sliding and not self.clock.fixed else self.max_length
         kind = key_states.dtype, key_states.device
-        rope = {} if self.inv_freq is None else {"inv_freq": torch.tensor(self.inv_freq)}
+        rope, known = {}, (self.inv_freq, dk, key_states.device)
+        if self.inv_freq is not None:
+            rope["inv_freq"] = self.reader.tables.get(known) or torch.tensor(self.inv_freq)
         self.store = KVStore(
             self.recipe, b, h, dk, dv, *kind, length, **self.clock.settings, **rope
         )
+        if self.store.cos_sin is not None:
+            self.reader.tables[known] = self.store.cos_sin
         self.is_initialized = True
         if self.clock.fixed:
             self.captured.settle(self, key_states)

@@ -344,7 +344,9 @@ class StepRunner:
             step.drafting and not as_before
         ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
             self.why = self.why or (
-                "" if self.captured else "no two passes in a row had as many drafts"
+                ""
+                if self.captured or self.taken
+                else "no two passes in a row had as many drafts"
             )
             return forward(*args, **kwargs)
         return self._start(forward, args, kwargs, step)
@@ -403,9 +405,7 @@ class StepRunner:
         )
         if self.keeps and self.kept.take(self, step.tokens, proof):
             return self.held[step.tokens], forward
-        full = [
-            x for x in layers if x.store.length + step.tokens > (x.store.max_length or 0)
-        ]
+        full = [x for x in layers if x.store.length + step.tokens > (x.store.max_length or 0)]
         if full:  # graphs of other numbers of tokens read what now moves
             self.forget()
         for layer in full:

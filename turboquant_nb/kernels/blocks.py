@@ -15,15 +15,12 @@ from torch import Tensor
 from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
-from turboquant_nb.kernels.decode import (
+from .decode import _code, _plane_at, tl, triton
+from turboquant_nb.kernels.decode_launch import (
     CodeTables,
     Launcher,
-    _code,
-    _plane_at,
     is_interpreted,
     padded_size,
-    tl,
-    triton,
 )
 from .encode import device_properties
 from ..quant.quantizer import Code, Coded

@@ -24,12 +24,14 @@ from turboquant_nb.kernels.decode import (
     _portable_cap,
     _portable_kernel,
     _scores,
+    tl,
+    triton,
+)
+from turboquant_nb.kernels.decode_launch import (
     is_interpreted,
     padded_size,
     plain_queries,
     rotate,
-    tl,
-    triton,
 )
 from turboquant_nb.kernels.decode_mma import (
     _decode_kernel,
@@ -308,20 +310,7 @@ def _join_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     top, whole, near, far = _add_splits(
-        PARTS=PARTS,
-        LSE_PARTS=LSE_PARTS,
-        place0=place0,
-        used=used,
-        r=r,
-        ok=ok,
-        top=top,
-        whole=whole,
-        near=near,
-        DV=DV,
-        DVP=DVP,
-        Q=Q,
-        R=R,
-        SB=SB,
+        PARTS, LSE_PARTS, place0, used, r, ok, top, whole, near, DV, DVP, Q, R, SB
     )
     norm, lse = _log_sum(top, whole)
     if LEARNT:  # one more score, of nothing

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..cache.pages import CellCodes, CellLayout
-from .decode import tl, triton, window_chain
+from .decode import tl, triton
+from .decode_launch import window_chain
 from turboquant_nb.kernels.encode import (
     _backend,
     _held,
@@ -82,11 +83,10 @@ class CellPlan(CellCodes):
                 (self.center[:, None] @ part.float().mT)[:, 0] for part in parts
             ).contiguous()
 
-    def supports(self, kernel: str = "auto") -> tuple:  # (bool, reason)
-        """Whether a kernel can attend to these cells, and if not, why. Raises ValueError for an
+    def refuses(self, kernel: str = "auto") -> str:
+        """Why a kernel cannot attend to these cells; empty if it can. Raises ValueError for an
         unknown name."""
-        _, why = select_kernel(self.plan, self.device, kernel)
-        return not why, why
+        return select_kernel(self.plan, self.device, kernel)[1]
 
     def constants(self, dtype: torch.dtype) -> list:
         "What the append kernel is compiled for, of keys and of values in this dtype."
@@ -144,9 +144,7 @@ def _held_of(side, head, C: tl.constexpr):
     "What all tokens of a head need: its matrix, what is held of it, and its mean."
     X, _, _, W, _, _, MEAN = side
     TYPE: tl.constexpr = X.dtype.element_ty if C.X_PARTS == 1 else tl.bfloat16
-    W, w_lo, w_hi = _held(W, head, C, TYPE)
-    m_lo, m_hi = _mean_halves(MEAN + head * C.D, C)
-    return W, w_lo, w_hi, m_lo, m_hi
+    return _held(W, head, C, TYPE), _mean_halves(MEAN + head * C.D, C)
 
 
 @triton.jit
@@ -155,25 +153,13 @@ def _rotated_tokens(
 ):
     "Both halves of M tokens of a head, rotated, less the mean."
     X, xt, xh, _, _, _, _ = side
-    W, w_lo, w_hi, m_lo, m_hi = held
+    held, means = held
+    m_lo, m_hi = means
     HALF: tl.constexpr = C.HALF
     K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
     k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
-    lo, hi = _rotate(
-        at=X + at.to(tl.int64)[:, None] * xt + head.to(tl.int64) * xh + k[None, :],
-        step=1,
-        valid=valid[:, None],
-        W=W,
-        w_lo=w_lo,
-        w_hi=w_hi,
-        zero=zero,
-        mean=X,
-        cos_sin=X,
-        C=C,
-        XP=C.X_PARTS,
-        ROPE=0,
-        WIDE=WIDE,
-    )
+    x_at = X + at.to(tl.int64)[:, None] * xt + head.to(tl.int64) * xh + k[None, :]
+    lo, hi = _rotate(x_at, 1, valid[:, None], held, zero, X, X, C, C.X_PARTS, 0, WIDE)
     if C.MEAN_PARTS > 0:
         lo, hi = lo - m_lo, hi - m_hi
     return lo, hi
@@ -235,7 +221,8 @@ def _append_side(
             held = _held_of(side, head, C)
             edges, levels = _table(side[4], C.BITS)
         to = CELLS + cell[:, None]
-        planes = _planes(to + A[0], to + A[1], to + A[2], 0, 0, row, leads, C, BY_TOKEN, R)
+        planes = to + A[0], to + A[1], to + A[2]
+        planes = _planes(planes, 0, 0, row, leads, C, BY_TOKEN, R)
         older = _older(planes, C.BITS)
         word, new = tl.zeros((M, HALF), tl.int32), row * 0
         for q in range(STEPS):

@@ -13,7 +13,7 @@ from importlib import resources
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from turboquant_nb.kernels.decode import (
+from turboquant_nb.kernels.decode_launch import (
     NUMBER_SLOTS,
     DecodeOperands,
     DecodeSizes,

@@ -266,9 +266,7 @@ def _rotate(
     at,
     step,
     valid,
-    W,
-    w_lo,
-    w_hi,
+    held,
     zero,
     mean,
     cos_sin,
@@ -279,6 +277,7 @@ def _rotate(
 ):
     """Both halves of rows times Wᵀ, of rows minus a pre-RoPE mean where there is one. A matrix
     that fits is held, of a butterfly a half; others come in slices of BK."""
+    W, w_lo, w_hi = held
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     K: tl.constexpr = 2 * HALF
@@ -416,10 +415,11 @@ def _bit_bytes(word, SHIFT: tl.constexpr):
 # %% ../../nbs/40_encode.ipynb #a260e01a
 @triton.jit
 def _planes(
-    P0, P1, P2, at, old, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
+    planes, at, old, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
 ):
     """Where the bytes of these rows lie: in tile `at`, in tile `old` of a plane that decays,
     which lacks its first tiles; and which there are."""
+    P0, P1, P2 = planes
     D: tl.constexpr = C.D
     BITS: tl.constexpr = C.BITS
     N: tl.constexpr = D // 2
@@ -474,35 +474,23 @@ def _store(planes, word, older, keep, BITS: tl.constexpr, WHOLE: tl.constexpr):
 # %% ../../nbs/40_encode.ipynb #1bf6b231
 @triton.jit
 def _whole(
-    x_at,
-    stride,
-    sd,
-    w0,
-    w1,
-    m_lo,
-    m_hi,
-    mean,
-    COS_SIN,
-    t,
-    TAB,
-    P0,
-    P1,
-    P2,
-    scale_at,
-    FLAG,
-    factor,
-    row,
-    at,
-    old,
+    side,
+    held,
+    centre,
+    rows,
     tiles,
+    FLAG,
     C: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """M rows of `tiles` whole tiles of one head; x_at: their pointers, `stride` from quarter to
-    quarter, t: their positions."""
+    "M rows of `tiles` whole tiles of one head; sides, centres and rows as in `_side`."
+    _, _, _, sn, sd, _, _, TAB, planes, _, factor, _ = side
+    x_at, scale_at, at, old, row, t = rows
+    m_lo, m_hi, mean, COS_SIN = centre
+    _, w0, w1 = held
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -543,11 +531,11 @@ def _whole(
             pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False
         )  # bit 31 is a code's
         if quarter == 3:
-            planes = _planes(P0, P1, P2, at, old, row, row >= 0, C, BY_TOKEN, R)
-            _store(planes, word, (), none, BITS, True)
+            places = _planes(planes, at, old, row, row >= 0, C, BY_TOKEN, R)
+            _store(places, word, (), none, BITS, True)
             word = tl.zeros((M, HALF), tl.int32)
             at, old = at + 1, old + 1
-        x_at += stride
+        x_at += R * sn
         scale_at += R
         t += R
     tl.store(FLAG + none, 1, mask=~finite)
@@ -556,29 +544,13 @@ def _whole(
 # %% ../../nbs/40_encode.ipynb #6ced2ba0
 @triton.jit
 def _partial(
-    x_at,
-    stride,
-    sd,
-    W,
-    w0,
-    w1,
-    m_lo,
-    m_hi,
-    mean,
-    COS_SIN,
-    t0,
-    TAB,
-    P0,
-    P1,
-    P2,
-    scale_at,
-    FLAG,
-    factor,
-    row,
-    at,
-    old,
+    side,
+    held,
+    centre,
+    rows,
     start,
     last,
+    FLAG,
     C: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
@@ -586,6 +558,9 @@ def _partial(
     WIDE: tl.constexpr,
 ):
     "M rows of one tile of which tokens [start, last) are new."
+    _, _, _, sn, sd, _, _, TAB, planes, _, factor, _ = side
+    x_at, scale_at, at, old, row, t0 = rows
+    m_lo, m_hi, mean, COS_SIN = centre
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
     XP: tl.constexpr = C.X_PARTS
@@ -598,23 +573,9 @@ def _partial(
     for quarter in range(start // R, (last + R - 1) // R):
         t = quarter * R + row
         valid = (t >= start) & (t < last) & (row < R)
-        here, ok = x_at + quarter * stride, valid[:, None]
+        here, ok = x_at + quarter * (R * sn), valid[:, None]
         cos_sin = COS_SIN + (tl.maximum(t0 + quarter * R, 0) * ROPE)[:, None]
-        lo, hi = _rotate(
-            at=here,
-            step=sd,
-            valid=ok,
-            W=W,
-            w_lo=w0,
-            w_hi=w1,
-            zero=zero,
-            mean=mean,
-            cos_sin=cos_sin,
-            C=C,
-            XP=XP,
-            ROPE=ROPE,
-            WIDE=WIDE,
-        )
+        lo, hi = _rotate(here, sd, ok, held, zero, mean, cos_sin, C, XP, ROPE, WIDE)
         if MEAN:
             lo, hi = lo - m_lo, hi - m_hi
         pair, scale, f, g = _measure(lo, hi, edges, levels, factor, C, WIDE)
@@ -627,8 +588,8 @@ def _partial(
         )
     tl.store(FLAG + row * 0, 1, mask=~finite)
     tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
-    planes = _planes(P0, P1, P2, at, old, row, new != 0, C, BY_TOKEN, R)
-    _store(planes, word, _older(planes, BITS), 255 - new, BITS, False)
+    places = _planes(planes, at, old, row, new != 0, C, BY_TOKEN, R)
+    _store(places, word, _older(places, BITS), 255 - new, BITS, False)
 
 # %% ../../nbs/40_encode.ipynb #3b752378
 @triton.jit
@@ -643,8 +604,9 @@ def _side(
     WHOLE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    "Byte rows of one block of one head: in `each` whole tiles, or in one that is partly new."
-    X, sb, sh, sn, sd, W, MEAN, TAB, P0, P1, P2, SCALE, factor, truncated = side
+    """Byte rows of one block of one head: in `each` whole tiles, or in one that is partly new.
+    Rows are where their states, scales and bytes begin, and their positions."""
+    X, sb, sh, sn, sd, W, MEAN, _, _, SCALE, _, truncated = side
     COS_SIN, START, heads, first, base, n, tiles, each = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
@@ -657,7 +619,7 @@ def _side(
     bh = tl.program_id(1).to(tl.int64)
     row, k = block * M + tl.arange(0, M), tl.arange(0, K)
     m_lo, m_hi = _mean_halves(MEAN + bh * D, C)
-    W, w0, w1 = _held(W, bh % heads, C, TYPE)
+    held = _held(W, bh % heads, C, TYPE)
     if WHOLE:
         tile = (first + 4 * R - 1) // (4 * R) + chunk * each
         count = tl.minimum((first + n) // (4 * R) - tile, each)
@@ -680,67 +642,12 @@ def _side(
     t, mean = row + tile * (4 * R) + base, MEAN + bh * D
     if ROPE > 0:
         t -= tl.load(START + bh // heads).to(tl.int32)
+    rows, centre = (x_at, scale_at, at, old, row, t), (m_lo, m_hi, mean, COS_SIN)
     if count > 0:
         if WHOLE:
-            _whole(
-                x_at=x_at,
-                stride=R * sn,
-                sd=sd,
-                w0=w0,
-                w1=w1,
-                m_lo=m_lo,
-                m_hi=m_hi,
-                mean=mean,
-                COS_SIN=COS_SIN,
-                t=t,
-                TAB=TAB,
-                P0=P0,
-                P1=P1,
-                P2=P2,
-                scale_at=scale_at,
-                FLAG=FLAG,
-                factor=factor,
-                row=row,
-                at=at,
-                old=old,
-                tiles=count,
-                C=C,
-                BY_TOKEN=BY_TOKEN,
-                R=R,
-                M=M,
-                WIDE=WIDE,
-            )
+            _whole(side, held, centre, rows, count, FLAG, C, BY_TOKEN, R, M, WIDE)
         else:
-            _partial(
-                x_at=x_at,
-                stride=R * sn,
-                sd=sd,
-                W=W,
-                w0=w0,
-                w1=w1,
-                m_lo=m_lo,
-                m_hi=m_hi,
-                mean=mean,
-                COS_SIN=COS_SIN,
-                t0=t,
-                TAB=TAB,
-                P0=P0,
-                P1=P1,
-                P2=P2,
-                scale_at=scale_at,
-                FLAG=FLAG,
-                factor=factor,
-                row=row,
-                at=at,
-                old=old,
-                start=start,
-                last=last,
-                C=C,
-                BY_TOKEN=BY_TOKEN,
-                R=R,
-                M=M,
-                WIDE=WIDE,
-            )
+            _partial(side, held, centre, rows, start, last, FLAG, C, BY_TOKEN, R, M, WIDE)
 
 # %% ../../nbs/40_encode.ipynb #a262aeae
 @triton.jit(
@@ -808,11 +715,13 @@ def _encode_kernel(
         n = tl.where(first + n <= limit, n, 0)
     shared = (COS_SIN, START, heads, first, base, n, tiles, each)
     if tl.program_id(2) == 0:
-        key = (KX, ksb, ksh, ksn, ksd, KW, KMEAN, KTAB, KP0, KP1, KP2, KSCALE, kfactor)
-        _side(key + (ktruncated,), shared, FLAG, KC, False, R, M, WHOLE, WIDE)
+        planes = KP0, KP1, KP2
+        key = KX, ksb, ksh, ksn, ksd, KW, KMEAN, KTAB, planes, KSCALE, kfactor, ktruncated
+        _side(key, shared, FLAG, KC, False, R, M, WHOLE, WIDE)
     else:
-        value = (VX, vsb, vsh, vsn, vsd, VW, VMEAN, VTAB, VP0, VP1, VP2, VSCALE, vfactor)
-        _side(value + (vtruncated,), shared, FLAG + 2, VC, True, R, M, WHOLE, WIDE)
+        planes = VP0, VP1, VP2
+        value = VX, vsb, vsh, vsn, vsd, VW, VMEAN, VTAB, planes, VSCALE, vfactor, vtruncated
+        _side(value, shared, FLAG + 2, VC, True, R, M, WHOLE, WIDE)
 
 # %% ../../nbs/40_encode.ipynb #53cd24d8
 def _interpreted() -> bool:

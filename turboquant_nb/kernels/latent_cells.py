@@ -22,7 +22,7 @@ from turboquant_nb.kernels.cell_attention import (
     decode_by,
 )
 from .cells import CellPlan
-from .decode import is_interpreted
+from .decode_launch import is_interpreted
 from .encode import device_properties
 from turboquant_nb.kernels.latents import (
     Bases,

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .blocks import half_asm
-from .decode import Launcher
+from .decode_launch import Launcher
 from .decode_mma import gl, gluon, mma_v2
 
 # %% ../../nbs/45be_latent_fragments.ipynb #45c00015

@@ -15,22 +15,24 @@ from ..cache.attention import Answer, Backend, Call, check_call
 from ..cache.store import KVStore
 from .blocks import _bytes, _table, _two_quarters
 from turboquant_nb.kernels.decode import (
+    _coded_range,
+    _program,
+    _query_at,
+    _softmax,
+    _tile_at,
+    tl,
+    triton,
+)
+from turboquant_nb.kernels.decode_launch import (
     CodeTables,
     Launcher,
     Parts,
     SplitRule,
-    _coded_range,
     _combine_launcher,
-    _item,
-    _planes,
-    _query_at,
-    _softmax,
     exact_arguments,
     is_interpreted,
     last_dim_dense,
     padded_size,
-    tl,
-    triton,
 )
 from .decode_mma import gluon
 from .encode import device_properties
@@ -70,9 +72,7 @@ def _mean_shift(q, M, D: tl.constexpr, DP: tl.constexpr, ok):
 
 @triton.jit
 def _decoded(
-    P0,
-    P1,
-    P2,
+    planes,
     tile,
     first,
     LUT,
@@ -86,6 +86,7 @@ def _decoded(
 ):
     """Levels of the tokens in BR byte rows of a tile, from row `first` on: fp16 [4 * BR,
     2 * HK], token quarter * BR + row."""
+    P0, P1, P2 = planes
     r, c = first + tl.arange(0, BR), tl.arange(0, HK)
     w = _bytes(P0, P1, P2, tile, r, c, D, R, BITS, BY_TOKEN, 2 * HK == D)
     t = _table(LUT)
@@ -186,37 +187,14 @@ def _latent_kernel(
     """Q query rows over one split of the coded latents: output in the basis of the codes and
     log2-sum-exp2."""
     U: tl.constexpr = R // BR
-    pid = tl.program_id(0)
-    split, base = pid % splits, pid // splits
-    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
-        split, base = pid // (heads * blocks), pid % (heads * blocks)
-        pid = base * splits + split
-    bh, block = base // blocks, base % blocks
-    b, h, nobody = bh // heads, bh % heads, False
-    if LISTED:
-        b, split, nobody = _item(WORK, split, requests)
-        bh = b * heads + h
+    where = _program(heads, blocks, splits, WORK, requests, LISTED)
+    pid, b, h, bh, block, split, nobody = where
     if HAS_LENGTH:
         length = tl.load(LENGTH + b * each_length)
     j = block * Q + tl.arange(0, Q)
     at = length - n + j % n
-    low, high = _coded_range(
-        at,
-        b,
-        START,
-        END,
-        length,
-        offset,
-        sinks,
-        recent,
-        recent_from,
-        chunk,
-        own,
-        sliding_window,
-        HAS_START,
-        HAS_END,
-        SLIDING,
-    )
+    tokens = length, offset, sinks, recent, recent_from, chunk, own, sliding_window
+    low, high = _coded_range(at, b, START, END, tokens, HAS_START, HAS_END, SLIDING)
     rows = bh * blocks * Q + j
     top, q0, q1 = _query_rows(ROTATED, rows, D, HK)
     top_r, r0, r1 = _query_rows(BESIDE, rows, DR, HR)
@@ -241,19 +219,17 @@ def _latent_kernel(
         each = U * tl.load(WORK)
         begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
     t = tl.arange(0, 4 * BR)
+    pages = PAGES, page_stride, block_stride, head_stride
     for i in range(first * U + begin, first * U + end):
         tile, row = i // U, i % U * BR
-        slot, k0, k1, k2, k_scale = bh.to(tl.int64) * cap + tile, K0, K1, K2, KSCALE
-        v0, v1, v2, v_scale = V0, V1, V2, VSCALE
-        if PAGED:  # all that a head has of a block lies together
-            page = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64)
-            cell, slot = page * block_stride + h.to(tl.int64) * head_stride, tile * 0
-            k0, k1, k2, k_scale = _planes(K0, KSCALE, cell, KA)
-            v0, v1, v2, v_scale = _planes(K0, KSCALE, cell, VA)
+        key, value = ((K0, K1, K2), KSCALE), ((V0, V1, V2), VSCALE)
+        key, value, slot = _tile_at(key, value, b, h, bh, tile, cap, pages, KA, VA, PAGED)
+        k_planes, k_scale = key
+        v_planes, v_scale = value
         token = t // BR * R + row + t % BR
         pos = offset + tile * (4 * R) + token
-        x = _decoded(k0, k1, k2, slot, row, TABLE, D, HK, R, BR, KB, False, ASM)
-        y = _decoded(v0, v1, v2, slot, row, TABLE + 4, DR, HR, R, BR, VB, True, ASM)
+        x = _decoded(k_planes, slot, row, TABLE, D, HK, R, BR, KB, False, ASM)
+        y = _decoded(v_planes, slot, row, TABLE + 4, DR, HR, R, BR, VB, True, ASM)
         seen = (pos >= lowest) & (pos < highest)
         ks = tl.load(k_scale + slot * (4 * R) + token, mask=seen, other=0.0).to(tl.float32)
         vs = tl.load(v_scale + slot * (4 * R) + token, mask=seen, other=0.0).to(tl.float32)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import Answer, Backend, Call, check_call
-from turboquant_nb.kernels.decode import (
+from .decode import triton
+from turboquant_nb.kernels.decode_launch import (
     CodeTables,
     DecodeOperands,
     DecodeSizes,
@@ -25,7 +26,6 @@ from turboquant_nb.kernels.decode import (
     portable_attention,
     shared_arguments,
     store_operands,
-    triton,
 )
 from .decode_mma import Repeatable, gluon, mma_attention
 from .encode import device_properties

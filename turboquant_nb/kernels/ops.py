@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache import attention, gather, token_coder
-from ..cache.attention import Answer, Backend, Call, check_call, with_sinks
+from ..cache.attention import Answer, Backend, Call, check_call, join, with_sinks
 from . import blocks, cpu, encode_launch, latents, launch
 from . import viterbi  # noqa: F401 (importing registers it)
 from .append import append as append_by_kernel, append_again
@@ -39,9 +39,7 @@ def _merge(a: tuple | None, b: tuple) -> tuple:
     if a[0].device.type == "cuda" and blocks.triton.language is not None:
         blocks.join_piece(*a, *b)
         return a
-    lse = torch.logaddexp(a[1], b[1])
-    weigh = lambda x: x[0] * (x[1] - lse).exp()[..., None]
-    return weigh(a) + weigh(b), lse
+    return join(*a, *b)
 
 
 def _read(store, first: int, last: int) -> tuple:
@@ -108,7 +106,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scaling: float, bias, causal: bool) 
             )
             return out.to(q.dtype), lse
         return run(q, k, v, 0.0, causal, attn_mask=bias, scale=scaling)
-    if bias is None and q.dtype in half:
+    if bias is None and q.dtype in half and q.shape[-1] <= 256:
         run = aten._scaled_dot_product_flash_attention
         return run(q, k, v, 0.0, causal, False, scale=scaling)[:2]
     run = aten._scaled_dot_product_efficient_attention

@@ -9,7 +9,8 @@ __all__ = ['past_cells', 'join_past']
 from torch import Tensor
 
 from .cells import CellPlan
-from .decode import _levels, padded_size, tl, triton
+from .decode import _levels, _planes, tl, triton
+from .decode_launch import padded_size
 
 # %% ../../nbs/45bd_past.ipynb #45b00023
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
@@ -27,8 +28,6 @@ def _past_kernel(
     block_stride,
     head_stride,
     tokens,
-    k_scale: tl.constexpr,
-    v_scale: tl.constexpr,
     KA: tl.constexpr,
     VA: tl.constexpr,
     D: tl.constexpr,
@@ -45,43 +44,18 @@ def _past_kernel(
     "One cell to dense rows: levels times scales, still rotated."
     page, h = tl.program_id(0), tl.program_id(1)
     cell = tl.load(TABLE + page).to(tl.int64) * block_stride + h.to(tl.int64) * head_stride
-    to, d, e = CELLS + cell, tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
+    d, e = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
+    k_planes, _ = _planes(CELLS, SCALES, cell, KA)
+    v_planes, _ = _planes(CELLS, SCALES, cell, VA)
     for i in range(0, 4 * R, BR):
         t = i + tl.arange(0, BR)
         at = (page * (4 * R) + t).to(tl.int64)[:, None]
         here = at < tokens
-        k = _levels(
-            to + KA[0],
-            to + KA[1],
-            to + KA[2],
-            LEVELS,
-            0,
-            (t // R)[:, None],
-            t % R,
-            D,
-            DP,
-            R,
-            KB,
-            False,
-            KX,
-        )
-        v = _levels(
-            to + VA[0],
-            to + VA[1],
-            to + VA[2],
-            LEVELS + 16,
-            0,
-            (t // R)[:, None],
-            t % R,
-            DV,
-            DVP,
-            R,
-            VB,
-            True,
-            VX,
-        )
-        k *= tl.load(SCALES + cell // 2 + (k_scale + t)).to(tl.float32)[:, None]
-        v *= tl.load(SCALES + cell // 2 + (v_scale + t)).to(tl.float32)[:, None]
+        quarter, r = (t // R)[:, None], t % R
+        k = _levels(k_planes, LEVELS, 0, quarter, r, D, DP, R, KB, False, KX)
+        v = _levels(v_planes, LEVELS + 16, 0, quarter, r, DV, DVP, R, VB, True, VX)
+        k *= tl.load(SCALES + cell // 2 + (KA[3] // 2 + t)).to(tl.float32)[:, None]
+        v *= tl.load(SCALES + cell // 2 + (VA[3] // 2 + t)).to(tl.float32)[:, None]
         tl.store(K + at * kt + h * kh + d, k.to(K.dtype.element_ty), mask=here & (d < D))
         tl.store(V + at * vt + h * vh + e, v.to(V.dtype.element_ty), mask=here & (e < DV))
 
@@ -108,7 +82,7 @@ def past_cells(
                 f"{name} must have shape [at least {tokens}, {cache.shape[1]}, {d}], got "
                 f"{list(x.shape)}"
             )
-    if why := plan.supports("portable")[1]:
+    if why := plan.refuses("portable"):
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
@@ -123,8 +97,6 @@ def past_cells(
         vt=v.stride(0),
         vh=v.stride(1),
         tokens=tokens,
-        k_scale=places[0][3] // 2,
-        v_scale=places[1][3] // 2,
         KA=places[0],
         VA=places[1],
         D=cell.d_key,

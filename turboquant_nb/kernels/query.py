@@ -12,16 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turboquant_nb.kernels.decode import (
+from .decode import _query_at, tl, triton
+from turboquant_nb.kernels.decode_launch import (
     NUMBER_SLOTS,
     DecodeOperands,
     DecodeSizes,
     Launch,
     Launcher,
     padded_size,
-    _query_at,
-    tl,
-    triton,
 )
 
 # %% ../../nbs/42_query.ipynb #b629b1cf

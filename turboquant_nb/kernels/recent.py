@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .cells import _check_int32, _check_slots, _dense
-from .decode import padded_size, tl, triton
+from .decode import tl, triton
+from .decode_launch import padded_size
 from .encode import device_properties
 
 # %% ../../nbs/45ba_recent.ipynb #45b0001j

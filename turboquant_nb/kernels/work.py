@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decode import is_interpreted, tl, triton
+from .decode import tl, triton
+from .decode_launch import is_interpreted
 
 # %% ../../nbs/45bb_work.ipynb #45b00071
 @triton.jit

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHORT', 'serving_recipe', 'needs_means', 'recent_block', 'exact_states', 'ServingConfig', 'Chunk', 'Group', 'Step',
-           'join', 'Seen', 'dense', 'States', 'LayerMemory', 'CodedAttention']
+           'Seen', 'dense', 'States', 'LayerMemory', 'CodedAttention']
 
 # %% ../../nbs/76_serving.ipynb #76a00007
 import json
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..cache.attention import Rule, dense_attention
+from ..cache.attention import Rule, dense_attention, join
 from turboquant_nb.cache.pages import (
     CellCodes,
     CellLayout,
@@ -361,16 +361,6 @@ class Step:
         )
 
 # %% ../../nbs/76_serving.ipynb #76a00010
-def join(
-    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor
-) -> tuple:  # (output fp32 [T, Hq, d], log-sum-exp [T, Hq])
-    "Two attentions of the same queries to different tokens, as one."
-    both = torch.logaddexp(lse, other_lse)
-    safe = both.clamp(min=-1e38)
-    one, two = (lse - safe).exp(), (other_lse - safe).exp()
-    return out.float() * one[..., None] + other.float() * two[..., None], both
-
-
 class Seen(NamedTuple):
     "Which keys queries see, of requests one after another."
 
@@ -390,15 +380,11 @@ def dense(
 ) -> tuple:  # (output [T, Hq, d_value], log-sum-exp [T, Hq])
     "What is asked of an engine's own attention kernel, in PyTorch."
     outs, lses, (starts_q, starts_k, causal, left) = [], [], seen
+    window = None if left is None else left + 1
+    rule = dict(causal=causal, sliding_window=window, softcap=softcap)
     for a, b, c, e in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
-        own, token = torch.arange(b - a)[:, None] + (e - c) - (b - a), torch.arange(e - c)
-        mask = (token <= own) | (not causal)
-        if left is not None:
-            mask = mask & (token >= own - left)
         parts = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:e], v[c:e]))
-        o, s = dense_attention(
-            *parts, scaling=scaling, mask=mask[None, None].to(q.device), softcap=softcap
-        )
+        o, s = dense_attention(*parts, scaling=scaling, **rule)
         outs.append(o[0].transpose(0, 1))
         lses.append(s[0].T)
     return torch.cat(outs), torch.cat(lses)
@@ -471,7 +457,7 @@ class CodedAttention:
         'Which code attends to a token\'s codes: "fragments", "portable" or "oracle".'
         if self.plan is None:
             return "oracle"
-        return "fragments" if self.plan.supports("fragments")[0] else "portable"
+        return "portable" if self.plan.refuses("fragments") else "fragments"
 
     def prepare(
         self,

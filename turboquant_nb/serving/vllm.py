@@ -19,11 +19,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..cache.attention import Rule
+from ..cache.attention import Rule, join
 from ..cache.pages import CellCodes, CellLayout, Recent, sink_origins
 from ..kernels.recent import locate_sinks
 from ..kernels.work import Workspace
 from ..kernels.encode import device_properties
+from ..kernels.ops import _fused
 from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
@@ -34,7 +35,6 @@ from turboquant_nb.serving.step import (
     Step,
     dense,
     exact_states,
-    join,
     needs_means,
 )
 
@@ -576,7 +576,7 @@ def _wide_flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = Non
     for a, b, c, e in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
         own = e - (b - a) if causal else e
         parts = [
-            _fused(q[a:b], k[x:y], v[x:y], y > own, scaling)
+            _by_head(q[a:b], k[x:y], v[x:y], y > own, scaling)
             for x, y in ((c, own), (own, e))
             if y > x
         ]
@@ -586,19 +586,13 @@ def _wide_flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = Non
     return torch.cat(outs), torch.cat(lses)
 
 
-def _fused(q, k, v, causal: bool, scaling: float) -> tuple:  # (output, log-sum-exp [T, Hq])
+def _by_head(q, k, v, causal: bool, scaling: float) -> tuple:  # (output, log-sum-exp [T, Hq])
     "Heads of a group side by side, without copies of what they share."
-    ops, heads, group = torch.ops.aten, k.shape[1], q.shape[1] // k.shape[1]
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
     q = q.unflatten(1, (heads, group)).permute(1, 2, 0, 3)
     k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
-    if q.is_cuda:
-        fused = ops._scaled_dot_product_efficient_attention
-        out, lse = fused(q, k, v, None, True, 0.0, causal, scale=scaling)[:2]
-    else:
-        fused = ops._scaled_dot_product_flash_attention_for_cpu
-        out, lse = fused(q, k, v, 0.0, causal, scale=scaling)
-    lse = lse[..., : q.shape[2]].permute(2, 0, 1).flatten(1)  # it may be padded
-    return out.permute(2, 0, 1, 3).flatten(1, 2), lse
+    out, lse = _fused(q, k, v, scaling, None, causal)
+    return out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
 
 # %% ../../nbs/reference/77_vllm.ipynb #77a00014
 def layer_reasons(
