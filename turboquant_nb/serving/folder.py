@@ -167,7 +167,8 @@ class Records:
         path = self.path(key)
         try:
             with open(path, "rb", buffering=0) as file:
-                data = file.read(2 * self.size(key) + 2**16)  # by one call: each waits for steps
+                # by one call, since each waits for the engine's thread
+                data = file.read(2 * self.size(key) + 2**16)
             page[:] = self._page(Reader(BytesIO(data), path, len(data), FORMAT), key)
         except FileNotFoundError:
             self.say(f"{path} is a miss: it is not there any more", path)
