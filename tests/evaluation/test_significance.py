@@ -3,8 +3,9 @@
 import math
 
 import pytest
+from scipy.stats import binomtest
 
-from turboquant_nb.evaluation.significance import difference, holm
+from turboquant_nb.evaluation.significance import difference, holm, power, wilson
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,13 @@ def test_holm_is_never_below_its_value_and_in_order():
     values = [0.04, 0.001, 0.03, 0.7]
     assert holm(values) == pytest.approx([0.09, 0.004, 0.09, 0.7])
     assert holm([]) == [] and holm([0.6, 0.6]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("right, n", [(8, 10), (0, 7), (655, 1319)])
+def test_one_share_has_the_interval_of_wilson(right, n):
+    want = binomtest(right, n).proportion_ci(0.95, "wilson")
+    assert wilson(right, n) == pytest.approx(want, abs=1e-9)
+
+
+def test_the_level_is_five_percent():
+    assert power(60, 0.1, 0.05) == power(60, 0.1, 0.05, alpha=0.05) < power(60, 0.1, 0.05, 0.1)

@@ -216,8 +216,8 @@ def test_a_full_disk(tmp_path, said, monkeypatch):
     records = Records(tmp_path, ABOUT, N)
     records.write(OTHER, PAGE)
     with monkeypatch.context() as m:
-        full = lambda path, mode, **how: (
-            NoRoom(open(path, mode, **how), 1000) if "x" in mode else open(path, mode, **how)
+        full = lambda path, mode: (
+            NoRoom(open(path, mode), 1000) if "x" in mode else open(path, mode)
         )
         m.setattr(folder, "open", full, raising=False)
         for key in (KEY, bytes(35) + b"1", OTHER):

@@ -184,9 +184,6 @@ class Tail(NamedTuple):
         "Bytes of both tensors."
         return self.key.nbytes + self.value.nbytes
 
-
-
-
 # %% ../../nbs/30b_exact.ipynb #250b1759
 @patch
 def put_at(

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, fields
 from hashlib import sha256
-from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -150,12 +149,8 @@ class Records:
             if not os.path.exists(about):
                 with beside(about) as temporary:
                     Path(temporary).write_text(json.dumps(self.about, indent=1), "utf-8")
-            record = BytesIO()
-            size = self.write_to(record, key, page)
-            with beside(path) as temporary, open(temporary, "xb", buffering=0) as file:
-                left = record.getbuffer()
-                while left:
-                    left = left[file.write(left) :]
+            with beside(path) as temporary, open(temporary, "xb") as file:
+                size = self.write_to(file, key, page)
         except OSError as error:
             self.say(f"{path} was not written: {error.strerror or error}", path)
             return False
@@ -166,10 +161,10 @@ class Records:
         "Into a buffer of `nbytes` bytes, which is not touched where the answer is no."
         path = self.path(key)
         try:
-            with open(path, "rb", buffering=0) as file:
-                # by one call, since each waits for the engine's thread
-                data = file.read(2 * self.size(key) + 2**16)
-            page[:] = self._page(Reader(BytesIO(data), path, len(data), FORMAT), key)
+            with open(path, "rb") as file:
+                page[:] = self._page(
+                    Reader(file, path, os.fstat(file.fileno()).st_size, FORMAT), key
+                )
         except FileNotFoundError:
             self.say(f"{path} is a miss: it is not there any more", path)
             return False
