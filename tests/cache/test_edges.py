@@ -191,6 +191,14 @@ def test_tensors_without_their_start_or_header_are_no_store(tensor, field, why):
         store_of(held, header)
 
 
+def test_recent_needs_as_many_exact_states_as_queries():
+    store, (k, v), q = KVStore(Recipe(), 2, 2, 8), states(9), torch.zeros(2, 2, 3, 8)
+    store.append(k, v)
+    with pytest.raises(ValueError, match="exact k and v of the last 3 tokens"):
+        attend(q, store, k[:, :, -2:], v[:, :, -2:], recent=4)
+    attend(q, store, k[:, :, -3:], v[:, :, -3:], recent=4)
+
+
 @pytest.mark.parametrize("recent", (0, 1, 2))
 def test_a_tail_of_few_recent_tokens(recent):
     store = KVStore(Recipe(sinks=0, recent=recent), 2, 2, 8, tile=8)
