@@ -362,8 +362,9 @@ def options(p):
         nargs="*",
         default=["k3v3-128", "bf16", "fp8"],
         help=(
-            "bf16, bf16-triton, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with 128 tokens a "
-            "block; k3v3-128-r16-s4: with exact recent and first tokens; …-even: without lists "
+            "bf16, bf16-triton, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with "
+            "128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens; "
+            "…-even: without lists "
             "of work, ragged: alone; k2v2-trellis_fast-128: a preset's trellis for reading"
         ),
     )

@@ -108,8 +108,8 @@ DEEPSEEK_V2_LITE = dict(
 )
 
 
-# five layers with a window and heads of 256 to one with heads of 512, whose values are its keys'
-# projection; 12 of its 60 layers, which leave room for the cache
+# five layers with a window and heads of 256 to one with heads of 512, whose values are the
+# projection of its keys; 12 of its 60 layers, which leave room for the cache
 GEMMA_4_31B = dict(
     architectures=["Gemma4ForCausalLM"],
     model_type="gemma4_text",
@@ -164,10 +164,10 @@ def recipe_of(name):
 
 
 def options(kind, largest, gpus, memory, model="llama-8b"):
-    """What differs between kinds: bf16, bf16-triton (by vLLM's kernel in Triton, of models whose
-    kernel it picks itself), a kv_cache_dtype of vLLM, or a preset of ours with
-    tokens of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4; with
-    -even at its end without lists of work. Keys of dummy weights have no means."""
+    """What differs between kinds: bf16, bf16-triton (by vLLM's kernel in Triton, for models
+    whose kernel it picks itself), a kv_cache_dtype of vLLM, or a preset of ours with tokens
+    of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4; with -even at
+    its end without lists of work. Keys of dummy weights have no means."""
     of = dict(
         load_format="dummy",
         skip_tokenizer_init=True,

@@ -29,6 +29,23 @@ def pool(c, blocks, heads, gen, pad=48):
     return raw, raw[:, : heads * c.nbytes].unflatten(1, (heads, c.tokens, c.bytes_per_token))
 
 
+@pytest.mark.parametrize("name", ("k", "v"))
+def test_states_of_another_shape_write_nothing(name, gen):
+    "Of one head for two, of other channels, or of fewer tokens than slots."
+    key, value = Quantizer(Spec(3), 32), Quantizer(Spec(3), 48)
+    c = CellLayout.of(key, value, 16)
+    raw, cache = pool(c, 2, 2, gen)
+    before, sizes = raw.clone(), dict(k=(5, 2, 32), v=(5, 2, 48))
+    tokens, heads, d = sizes[name]
+    for shape in ((tokens, 1, d), (tokens, heads, d + 16), (tokens - 1, heads, d)):
+        given = {n: torch.randn(s, generator=gen) for n, s in (sizes | {name: shape}).items()}
+        with pytest.raises(ValueError, match=f"^{name} must have shape"):
+            append_slots(
+                cache, CellCodes(key, value, c, None), *given.values(), torch.arange(5)
+            )
+    assert torch.equal(raw, before)
+
+
 @pytest.mark.parametrize("n", (16, 32, 64, 128, 256))
 @pytest.mark.parametrize("kb,vb", ((1, 2), (2, 4), (3, 3), (4, 1)))
 def test_any_order(n, kb, vb, gen):
