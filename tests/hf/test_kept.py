@@ -224,10 +224,12 @@ def test_what_is_said(trusting):
     assert "1 taken from earlier caches, 0 MB stay for the next" in r["line"]
 
 
-@pytest.mark.parametrize("what", ["rows", "recipe", "longer", "shorter", "weights", "limit"])
-def test_another_kind_is_captured_anew(what, trusting):
+@pytest.mark.parametrize(
+    "what", ["rows", "recipe", "longer", "shorter", "weights", "rounding", "limit"]
+)
+def test_another_kind_is_captured_anew(what, trusting, monkeypatch):
     """Other rows, another recipe, a prompt without room, one so short that programs would find
-    nothing, other weights, and a cache that may grow less."""
+    nothing, other weights, products that round otherwise, and a cache that may grow less."""
     model = model_of()
     run(model, 1030 if what == "shorter" else 150)
     more, tokens, rows = {}, 150, 2
@@ -241,6 +243,8 @@ def test_another_kind_is_captured_anew(what, trusting):
         tokens = 20
     if what == "weights":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+    if what == "rounding":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     if what == "limit":
         more["max_length"] = 230
     assert run(model, tokens, rows, cache=new(model, **more)) == (1, 0)

@@ -93,8 +93,8 @@ _PROVED = WeakKeyDictionary()
 
 def _settings(model: torch.nn.Module) -> int:
     """What a graph of the model has of it besides the values of its weights: where they are,
-    the plain attributes of its modules, such as which adapter is active, and who stands for
-    their forward."""
+    the plain attributes of its modules, such as which adapter is active, who stands for their
+    forward, and how products round."""
     where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
     plain = lambda x: (
         isinstance(x, (bool, int, float, str))
@@ -105,7 +105,10 @@ def _settings(model: torch.nn.Module) -> int:
     ]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     below = [id(m.__dict__.get("forward")) for m in model.modules() if m is not model]
-    return hash((*where, *attributes, *hooks, *below))
+    kind = getattr(model, "device", torch.device("cpu")).type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    rounds = torch.get_float32_matmul_precision(), cast
+    return hash((*where, *attributes, *hooks, *below, *rounds))
 
 
 @dataclass
