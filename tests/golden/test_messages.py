@@ -75,7 +75,7 @@ GONE: dict[str, str] = {
     "scale and rotation of {} must fit {}": _PLAN,
     "tensors of {} must be contiguous and on {}": _PLAN,
     "the mean of {} must have shape {}, got {}": _PLAN,
-    "encode_append needs Triton: pip install 'turboquant-nb[triton]'": "by `encode.refuses`",
+    "encode_append needs Triton: pip install 'turboquant-nb[triton]'": "by `refuses`",
     "k and v must be {}, got {} and {}": "by `clock.check_states`",
     "int8 tensor cores with asynchronous copies need compute capability 8.0": (
         "of the kernels for latents too, whose products are of fp16"

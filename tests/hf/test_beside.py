@@ -2,6 +2,7 @@
 what is left alone. (test_cuda.py: streams of a GPU, bits of graphs.)"""
 
 import copy
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -189,3 +190,28 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was():
     assert not any("forward" in vars(x) for x in model.modules() if type(x) is nn.Linear)
     with beside(model, Tape()) as way:
         assert way is None
+
+
+def test_another_thread_stays_on_its_own_stream():
+    "Kills: a pass that runs meanwhile, whose products became a part of this one's graph."
+    one, two, side = nn.Linear(4, 4), nn.Linear(4, 4), Noting()
+    way, x, outs = Beside(side), torch.randn(1, 4), []
+
+    def work():
+        with torch.no_grad():
+            outs.extend(way.product(linear, x) for linear in (one, two))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert all(torch.equal(a, f(x)) for a, f in zip(outs, (one, two)))
+    assert len(outs) == 2 and not side.notes and not way.moved
+
+
+def test_a_product_of_two_attentions_is_left_as_it_was():
+    model = copy.deepcopy(tiny("llama", num_hidden_layers=2))
+    first, second = (x.self_attn for x in model.model.layers)
+    second.k_proj, Forked.stream = first.k_proj, Noting()
+    with beside(model, Forked()):
+        assert "forward" in vars(first.k_proj)
+    assert "forward" not in vars(first.k_proj)

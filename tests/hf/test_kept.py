@@ -16,6 +16,8 @@ from turboquant_nb.hf import TurboQuantCache, kept
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.kept import _KEPT, _is_alone, _move, release
 from turboquant_nb.hf.runner import StepRunner
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -88,6 +90,114 @@ def test_the_next_cache_captures_nothing(way, padded, trusting):
             cache.reset()
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_of_tiles_that_another_cache_filled(padded, trusting):
+    """Steps enter a tile that holds codes of a longer cache before, and one that none has
+    filled. Kills: what is read of them."""
+    model = model_of(max_position_embeddings=1024)
+    run(model, 420, padded=padded)
+    for tokens in (250, 420):
+        got = run(model, tokens, padded=padded, max_new_tokens=20)
+        assert got == (0, 1), got
+
+
+def test_what_an_earlier_cache_found_is_not_the_next_ones(trusting):
+    "Its mask, which nobody looked at; what a cache itself has found stays its own."
+    model = model_of()
+    cache = new(model)
+    run(model, cache=cache)
+    cache.runner.odd.fill_(True)
+    del cache
+    gc.collect()
+    cache = new(model)
+    assert run(model, cache=cache) == (0, 1)
+    cache.check()
+    cache.runner.odd.fill_(True)
+    cache.reset()
+    generate(model, prompt(2, 22), "turboquant", cache=cache, max_new_tokens=1)
+    assert model in _KEPT and _KEPT[model].odd is not cache.runner.odd
+    other = new(model)
+    assert run(model, cache=other) == (0, 1)
+    other.check()
+    with pytest.raises(ValueError, match="an attention mask unlike the prompt's"):
+        cache.check()
+
+
+def test_a_graph_of_a_cache_that_was_cropped_serves_longer_ones(trusting):
+    """Kernels take positions before the crop for not exact: a number of their launches. Kills:
+    a prompt below it, whose recent tokens would be read as codes."""
+    model, recipe = model_of(), Recipe(Spec(3), Spec(3), recent=8)
+    cache = new(model, recipe)
+    ids = prompt(2, 60, padded=False)["input_ids"]
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        cache.crop(-4)
+        for i in range(36, 56):
+            model(ids[:, i : i + 1], past_key_values=cache)
+    inexact = cache.layers[0].store._recent_from
+    assert cache.report()["graphs"]["captured"] == 1 and inexact == 32
+    del cache
+    gc.collect()
+    assert _KEPT[model].inexact == inexact
+    ask = lambda tokens: _KEPT[model].waits(started(model, recipe, tokens).runner)
+    assert not ask(inexact + 7) and ask(inexact + 8)
+
+
+def started(model, recipe, tokens, held=[]):
+    "A cache that has read a prompt."
+    held[:] = [new(model, recipe)]  # which a runner does not keep
+    with torch.no_grad():
+        model(prompt(2, tokens, padded=False)["input_ids"], past_key_values=held[0])
+    return held[0]
+
+
+def test_streams_wait(trusting, monkeypatch):
+    "Where another stream takes them, for that on which they were replayed last."
+    notes = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            notes.append((self.name, other.name))
+
+    streams, model = [Stream(x) for x in "abb"], model_of()
+    for stream in streams[:1] + streams[1:2] * 2:
+        monkeypatch.setattr(kept, "_stream", lambda device, stream=stream: stream)
+        run(model)
+    assert notes == [("b", "a")]
+
+
+def test_what_a_graph_reads_stays_with_it(trusting):
+    "Tables that a store remembers, which it forgets when it is left."
+    model = model_of()
+    for layer in (cache := new(model)).layers:
+        layer.captured.hold_still = holding(layer.captured.hold_still)
+    run(model, cache=cache)
+    table = weakref.ref(cache.layers[0].store.memo["plan"])
+    del cache, layer
+    gc.collect()
+    assert table() is not None and "plan" not in _KEPT[model].stores[0].memo
+    release(model)
+    gc.collect()
+    assert table() is None
+
+
+def holding(own):
+    "`hold_still` of a store whose kernels have a plan."
+
+    def hold(layer):
+        own(layer)
+        layer.store.memo["plan"] = Plan()
+
+    return hold
+
+
+class Plan:
+    "Stands for tables."
+
+
 def test_a_second_turn_goes_on_where_codes_were_moved(trusting):
     model = model_of()
     run(model, 30)
@@ -114,10 +224,12 @@ def test_what_is_said(trusting):
     assert "1 taken from earlier caches, 0 MB stay for the next" in r["line"]
 
 
-@pytest.mark.parametrize("what", ["rows", "recipe", "longer", "shorter", "weights", "limit"])
-def test_another_kind_is_captured_anew(what, trusting):
+@pytest.mark.parametrize(
+    "what", ["rows", "recipe", "longer", "shorter", "weights", "rounding", "limit"]
+)
+def test_another_kind_is_captured_anew(what, trusting, monkeypatch):
     """Other rows, another recipe, a prompt without room, one so short that programs would find
-    nothing, other weights, and a cache that may grow less."""
+    nothing, other weights, products that round otherwise, and a cache that may grow less."""
     model = model_of()
     run(model, 1030 if what == "shorter" else 150)
     more, tokens, rows = {}, 150, 2
@@ -131,6 +243,8 @@ def test_another_kind_is_captured_anew(what, trusting):
         tokens = 20
     if what == "weights":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0).clone())
+    if what == "rounding":
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
     if what == "limit":
         more["max_length"] = 230
     assert run(model, tokens, rows, cache=new(model, **more)) == (1, 0)

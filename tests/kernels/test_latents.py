@@ -264,6 +264,17 @@ def test_who_serves():
     torch.testing.assert_close(named, ops.attend(q, store, latent=True).out)
 
 
+def test_stores_of_a_kind_share_their_tables():
+    """A graph of the second cache, which runs no eager step, cannot make them; nor may what a
+    store forgets take away what its graph reads."""
+    (one, _), (two, _) = made(recent=4), made(n=(40,), recent=4)
+    mine = latents._bases(one)
+    assert mine is latents._bases(two)
+    one.changed()
+    assert latents._bases(one) is mine
+    assert latents._bases(made(bits=(4, 4), recent=4)[0]) is not mine
+
+
 def test_nan_in_a_query_is_that_rows():
     store, _ = made()
     q = torch.randn(2, 4, 1, 80, device=DEVICE)

@@ -6,6 +6,7 @@
 __all__ = ['SideStream', 'side_products', 'Beside', 'beside']
 
 # %% ../../nbs/53c_beside.ipynb #53c00004
+import threading
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .compiled import _is_touched
 from .graphs import CudaGraph
-from .hooks import Instead
+from .hooks import Instead, hooked
 from .runner import StepRunner
 
 # %% ../../nbs/53c_beside.ipynb #53c00006
@@ -70,12 +71,15 @@ class Beside:
     def __init__(self, side):
         self.side, self.x, self.since, self.made = side, None, None, []
         self.moved = 0  # products that ran on `side`
+        self.thread = threading.get_ident()  # whose step is captured
 
     def product(self, linear: nn.Linear, *args, **kwargs) -> Tensor:
         "What stands in the place of a product's `forward`."
         own, x = type(linear).forward, args[0] if args else None
         if len(args) != 1 or kwargs or type(x) is not Tensor or x.is_inference():
             return own(linear, *args, **kwargs)
+        if threading.get_ident() != self.thread:  # its work would go into this one's graph
+            return own(linear, x)
         now = x, x._version  # what writes into it makes it another
         if self.x is None or now[0] is not self.x[0] or now[1] != self.x[1]:
             self.made.clear()
@@ -96,12 +100,8 @@ def beside(
         yield None
         return
     way = Beside(graph.side())
-    undos = [Instead(x, partial(way.product, x)).put() for x in products]
-    try:
+    with hooked(*(Instead(x, partial(way.product, x)) for x in products)):
         yield way
-    finally:
-        for undo in undos:
-            undo()
 
 
 StepRunner.beside = staticmethod(beside)

@@ -30,6 +30,11 @@ def _tensors(store: KVStore) -> list:
     return [*row_tensors(store), store.clock.position, store.flags]
 
 
+def _stream(device: torch.device):
+    "The stream that runs what is launched now; None where there are none."
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def _is_alone(stores: list) -> bool:
     "Whether nobody else has one of these stores, what it is made of, or a view of a tensor."
     count = lambda t: torch._C._storage_Use_Count(t.untyped_storage()._cdata) - 1
@@ -100,6 +105,10 @@ class KeptSteps:
         self.backends = [x.captured.backends for x in layers]
         self.addresses = [t.data_ptr() for s in self.stores for t in _tensors(s)]
         self.moves = not any(x.clock.fixed for x in layers)  # not of who asked for `static`
+        self.stream = _stream(self.odd.device)  # on which they are replayed
+        # positions that graphs take for not exact: a number in their launches
+        before = 0 if runner.spare is None else runner.spare.inexact
+        self.inexact = max(before, *(s._recent_from for s in self.stores))
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +135,11 @@ class KeptSteps:
         most = max(_LONG * need, _SHORT)
         fits = need <= self.room if limited else need + _SPARE <= self.room <= most
         same = len({s.length for s in stores}) == 1 and limits == self.limits
+        exact = all(self.inexact <= max(0, s.length - s.recipe.recent) for s in stores)
         return (
             fits
             and same
+            and exact
             and all(map(_is_like, stores, self.stores))
             and [t.data_ptr() for s in self.stores for t in _tensors(s)] == self.addresses
             and _is_alone(self.stores)
@@ -147,7 +158,10 @@ class KeptSteps:
         kept = None if runner.held else _KEPT.pop(runner.model(), None)
         if kept is None or not kept.serves(runner, tokens, proof):
             return False
-        layers = runner.cache().coded_layers
+        layers, here = runner.cache().coded_layers, _stream(kept.odd.device)
+        if here != kept.stream:
+            here.wait_stream(kept.stream)
+            kept.stream = here
         _move([x.store for x in layers], kept.stores)
         for layer, store, backends in zip(layers, kept.stores, kept.backends):
             layer.store, layer.captured.backends = store, backends

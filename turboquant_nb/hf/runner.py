@@ -93,8 +93,8 @@ _PROVED = WeakKeyDictionary()
 
 def _settings(model: torch.nn.Module) -> int:
     """What a graph of the model has of it besides the values of its weights: where they are,
-    the plain attributes of its modules, such as which adapter is active, and who stands for
-    their forward."""
+    the plain attributes of its modules, such as which adapter is active, who stands for their
+    forward, and how products round."""
     where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
     plain = lambda x: (
         isinstance(x, (bool, int, float, str))
@@ -105,7 +105,10 @@ def _settings(model: torch.nn.Module) -> int:
     ]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     below = [id(m.__dict__.get("forward")) for m in model.modules() if m is not model]
-    return hash((*where, *attributes, *hooks, *below))
+    kind = getattr(model, "device", torch.device("cpu")).type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    rounds = torch.get_float32_matmul_precision(), cast
+    return hash((*where, *attributes, *hooks, *below, *rounds))
 
 
 @dataclass
@@ -163,6 +166,10 @@ class _States:
             mine.copy_(value)
 
 
+# of what calls remember: the tables that kernels read beside a store's tensors
+_TABLES = "plan", "append plan", "latent bases"
+
+
 @dataclass
 class _Captured:
     """A step that can be replayed, and the tensors through which it gets its arguments and
@@ -178,6 +185,7 @@ class _Captured:
     tensors: dict = None  # of that, by name
     tails: list = None  # of each layer: exact keys and values that a crop needs, or None
     states: "_States" = None  # recurrent ones, that it reads and writes
+    tables: list = None  # that it reads, too: a store may forget them
     seconds: float = 0.0  # that capturing took
     proved: bool = False  # whether such a step was compared
 
@@ -549,6 +557,7 @@ class StepRunner:
             out = captured.graph.capture(run, kept)
         finally:
             captured.states.put()
+        captured.tables = [s.memo.get(name) for s in stores for name in _TABLES]
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
         captured.tails = [
             (out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))
@@ -566,6 +575,10 @@ class StepRunner:
     def have(self, kept) -> None:
         "Take what an earlier cache has left."
         self.stores, self.held, self.room = kept.stores, kept.held, kept.room
+        if self.odd is None:
+            kept.odd.zero_()  # what an earlier cache found and nobody looked at
+        else:
+            kept.odd.copy_(self.odd)
         self.odd, self.arrives, self.taken = kept.odd, None, self.taken + 1
         self._may_leave(kept)
 
@@ -580,6 +593,9 @@ class StepRunner:
         "Graphs, and the stores that they read and write, are the next cache's."
         if self.spare is not None:
             self.spare.stay(self.model())
+            if self.cache() is not None:  # another's graph raises that flag from now on
+                with torch.inference_mode(False):
+                    self.odd, self.arrives = self.odd.clone(), None
         self.forget()
 
     def _replay(self, captured: _Captured, step: _Step):

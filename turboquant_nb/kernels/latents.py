@@ -6,6 +6,7 @@
 __all__ = ['Form', 'form_of', 'Bases', 'rotated_queries', 'read_latents', 'rotate_back', 'side_reason', 'refuses', 'Latents']
 
 # %% ../../nbs/45c_latent_kernels.ipynb #45c00008
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -498,19 +499,24 @@ def refuses(call: Call) -> str:
     return store.memo["latents"]
 
 # %% ../../nbs/45c_latent_kernels.ipynb #45c0001c
+@lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
+def _shared_bases(sides: tuple, device) -> Bases:
+    """The ones of two (quantizer, whether all tiles have its last planes): a graph cannot make
+    tables."""
+    both = (q.with_code(q.code.whole) if whole else q for q, whole in sides)
+    return Bases(
+        tuple(q.d for q, _ in sides),
+        tuple(q.code.channel_bits[0] for q, _ in sides),
+        tuple(q.rotation.matrix for q, _ in sides),
+        CodeTables.of(*both, device),
+    )
+
+
 def _bases(store: KVStore) -> Bases:
     "What the kernels must know of the quantizers of a store."
     if "latent bases" not in store.memo:
-        sides, both = (
-            [part.q for part in store.parts],
-            [p.q.with_code(p.code) for p in store.parts],
-        )
-        store.memo["latent bases"] = Bases(
-            tuple(q.d for q in sides),
-            tuple(q.code.channel_bits[0] for q in sides),
-            tuple(q.rotation.matrix for q in sides),
-            CodeTables.of(*both, store.device),
-        )
+        sides = tuple((part.q, not part.memory.truncated_tiles) for part in store.parts)
+        store.memo["latent bases"] = _shared_bases(sides, store.device)
     return store.memo["latent bases"]
 
 
