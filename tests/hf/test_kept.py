@@ -27,7 +27,8 @@ class Keeps(StepRunner):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_kept():
+def nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(kept, "MOST", 256 * 2**20)  # 0: off
     yield
     gc.collect()
     _KEPT.clear()
@@ -360,3 +361,8 @@ def test_moved_stores_hold_the_same(trusting):
     with pytest.raises(ValueError, match="keys that were too large"):
         spare.stores[0].sync()
     assert spare.stores[1].sync() == 27
+
+
+def test_nothing_is_kept_unless_asked_for(monkeypatch):
+    monkeypatch.undo()
+    assert kept.MOST == 0
