@@ -3,11 +3,13 @@
 --help says what it measures, run.py --list which experiments there are.
 
 Older results name `scripts/bench/run.py NAME` or `scripts/eval/NAME.py`: the same options of
-the same name here (of `proteins.py` PART: esm PART; of `serving.py`: served)."""
+the same name here (of `proteins.py` PART: esm PART; of `serving.py`: served), unless --list
+calls NAME closed: the commit named there is the last that has its script."""
 
 import argparse
 import importlib
 import importlib.util
+import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -240,9 +242,11 @@ def parser(name):
 
 def main(argv=None):
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if name in CLOSED:
+    if asked := {name, " ".join([name, *rest[:1]])} & set(CLOSED):
         raise SystemExit(
-            f"{name} is closed: `git worktree add ../closed {LAST}` has its script"
+            f"{asked.pop()} is closed; its script runs with the package of its time: "
+            f"git worktree add ../closed {LAST} && cd ../closed && "
+            f"PYTHONPATH=. python scripts/run.py {shlex.join([*name.split(), *rest])}"
         )
     if name not in EXPERIMENTS:
         print(__doc__, *(f"  {k:16} {x.what}" for k, x in EXPERIMENTS.items()), sep="\n")

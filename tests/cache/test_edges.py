@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.cache.disk import state_of
+from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.memory import Part
@@ -176,6 +176,27 @@ def test_a_store_that_lost_all_has_whole_tiles_again():
             store.key.memory.truncated_tiles == store.value.memory.truncated_tiles == left
             and store.nbytes == expected_nbytes(store)
         )
+
+
+@pytest.mark.parametrize(
+    "tensor, field, why",
+    (("start", "", "start must be .* nothing"), ("", "d", "not the state of a single store")),
+)
+def test_tensors_without_their_start_or_header_are_no_store(tensor, field, why):
+    store = KVStore(Recipe(), 2, 2, 8)
+    store.append(*states(9))
+    held, header = state_of(store)
+    held.pop(tensor, None), header.pop(field, None)
+    with pytest.raises(ValueError, match=why):
+        store_of(held, header)
+
+
+def test_recent_needs_as_many_exact_states_as_queries():
+    store, (k, v), q = KVStore(Recipe(), 2, 2, 8), states(9), torch.zeros(2, 2, 3, 8)
+    store.append(k, v)
+    with pytest.raises(ValueError, match="exact k and v of the last 3 tokens"):
+        attend(q, store, k[:, :, -2:], v[:, :, -2:], recent=4)
+    attend(q, store, k[:, :, -3:], v[:, :, -3:], recent=4)
 
 
 @pytest.mark.parametrize("recent", (0, 1, 2))

@@ -665,6 +665,17 @@ def test_ragged_start_keeps_the_first_real_tokens(gen):
 # ---------------------------------------------------------------------------------
 
 
+def test_append_is_amortised():
+    "Token by token: few allocations, slack at most an eighth and one tile."
+    store, seen = make(Recipe(Spec(), Spec(), sinks=0, recent=0), 1, 1, 4, tile=4), set()
+    k, v = states(store, 600)
+    for a, b in zip(k.split(1, 2), v.split(1, 2)):
+        store.append(a, b)
+        seen.add(store.capacity)
+        assert store.capacity <= (store.length + 3) // 4 * 4 * 9 / 8 + 2 * 4
+    assert len(seen) < 45
+
+
 def test_max_length_allocates_once():
     store = make(max_length=100, tile=16)
     size, pointers = (

@@ -156,6 +156,10 @@ def test_a_changed_file_is_refused(tmp_path):
     path.write_bytes(data)
     with pytest.raises(ValueError, match="changed after it was written"):
         load_fold(path)
+    found.scales[1][0, 0] = 3.0
+    save_fold(found, path)
+    with pytest.raises(ValueError, match="layer0001 must hold powers of two"):
+        load_fold(path)
 
 
 def test_a_checkpoint(tmp_path):

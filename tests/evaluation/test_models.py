@@ -20,6 +20,7 @@ from turboquant_nb.evaluation import models
 from turboquant_nb.evaluation.models import (
     ModelWheel,
     cache_dir,
+    demo_message,
     embedded_path,
     load_model,
     model_facts,
@@ -238,6 +239,14 @@ def test_cache_dir_by_platform(monkeypatch, platform, env, end):
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys, "platform", platform)
     assert cache_dir().as_posix().endswith(end)
+
+
+def test_the_sample_is_what_was_measured_and_its_message_has_one_chapter():
+    sha = hashlib.sha256(sample_text().encode()).hexdigest()
+    assert sha.startswith("69c8f418a28b2417")
+    message = demo_message("Who?")
+    assert "Call me Ishmael" in message and "CHAPTER 2" not in message
+    assert message.endswith("Question about the chapter: Who?")
 
 
 def test_decode_q4_1_by_hand():

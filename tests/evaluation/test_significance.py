@@ -5,7 +5,7 @@ import math
 import pytest
 from scipy.stats import binomtest
 
-from turboquant_nb.evaluation.significance import difference, holm, power, wilson
+from turboquant_nb.evaluation.significance import difference, holm, mcnemar, power, wilson
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,10 @@ def test_one_share_has_the_interval_of_wilson(right, n):
 
 def test_the_level_is_five_percent():
     assert power(60, 0.1, 0.05) == power(60, 0.1, 0.05, alpha=0.05) < power(60, 0.1, 0.05, 0.1)
+
+
+def test_counts_below_zero_and_no_questions_are_refused():
+    with pytest.raises(ValueError, match="got lost -1, gained 2 of n 1"):
+        mcnemar(-1, 2)
+    with pytest.raises(ValueError, match="n >= 1; got .* and n 0"):
+        power(0, 0.1, 0.1)

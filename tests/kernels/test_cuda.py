@@ -15,6 +15,7 @@ except ImportError:  # a machine that has a GPU but no pytest
 
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec, encode
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes
@@ -72,6 +73,30 @@ def test_attention_equals_dense_and_offload_keeps_bits():
     assert store.device.type == "cpu" and store.home.type == "cuda"
     store.to(store.home)
     assert all(torch.equal(a, b) for a, b in zip(before, store.key.tensors.values()))
+
+
+def test_residuals_and_fractions_code_alike():
+    """Codes, scales and signs of 20,000 vectors; what differs lies within rounding of an edge,
+    or of zero for a sign."""
+    x = states(20_000, 64)
+    for name, recipe in RICH.items():
+        a, b = (
+            make_quantizer(recipe.key, 64, device).encode(x.to(device))
+            for device in ("cpu", DEVICE)
+        )
+        differ = (a.codes != b.codes.cpu()).any(-1)
+        assert differ.float().mean() < 1e-3, (name, float(differ.float().mean()))
+        torch.testing.assert_close(b.scale.cpu()[~differ], a.scale[~differ], rtol=1e-3, atol=0)
+        assert (a.residual is None) == (b.residual is None) == (recipe.key.residual != "qjl")
+        if a.residual:
+            (signs, norm), other = (
+                (a.residual[n] for n in ("signs", "residual_norm")),
+                b.residual,
+            )
+            assert (signs != other["signs"].cpu())[~differ].float().mean() < 1e-4, name
+            torch.testing.assert_close(
+                other["residual_norm"].cpu()[~differ], norm[~differ], rtol=2e-3, atol=0
+            )
 
 
 def test_rich_stores_read_and_attend_alike():

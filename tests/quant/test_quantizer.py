@@ -504,3 +504,15 @@ def test_codes_by_head_take_as_many_heads():
 def test_the_least_that_a_stored_number_can_be(spec, want):
     found = least_numbers(spec, find_code(spec, 16))
     assert {name: found[name] for name in want} == want
+
+
+def test_a_fraction_gives_the_first_channels_a_bit_more():
+    assert channel_bits(2.5, 6) == (3, 3, 3, 2, 2, 2) and channel_bits([4, 1], 2) == (4, 1)
+    with pytest.raises(ValueError, match="must have length d = 3, got 2"):
+        channel_bits((3, 2), 3)
+
+
+@pytest.mark.parametrize("mean", (torch.full((8,), math.nan), torch.zeros(3, 8)))
+def test_a_mean_that_cannot_be_taken_off_is_refused(mean):
+    with pytest.raises(ValueError, match="the mean of x must"):
+        encode(Quantizer(Spec(), 8), torch.ones(4, 8), mean)

@@ -148,6 +148,15 @@ def test_mirror_holds_for_the_sign_residual_too(gen):
         assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
 
 
+@pytest.mark.parametrize("mean_shape", ((64,), (3, 1, 64), (3, 10, 64)))
+def test_a_sketch_is_of_what_a_mean_leaves(mean_shape, gen):
+    "Kills: a sketch of the error before the mean is taken off, whose norm is the mean's."
+    q, x = prod(), torch.randn(3, 10, 64, generator=gen)
+    mean = 5 * torch.randn(mean_shape, generator=gen)
+    read = decode(q, q.encode(x + mean, mean), mean)
+    assert float((read - x - mean).square().mean()) < 0.4 * float(x.square().mean())
+
+
 # --- prod
 # ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ("gaussian", "orthogonal", "hadamard"))

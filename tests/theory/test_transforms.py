@@ -313,3 +313,12 @@ def test_pair_scales_of_what_cannot_be_scaled_are_one():
     for queries, keys, rotary in ((one, one[:, :4], 0), (one, one, 3), (one, one, 10)):
         with pytest.raises(ValueError, match="queries and keys must be"):
             pair_scales(queries, keys, rotary)
+
+
+def test_moments_of_a_sum_alone_have_no_products_and_kinds_are_apart():
+    sums, x = transforms.Moments(), torch.ones(2, 1, 3)
+    for kind, layer, products in (("key", 4, True), ("key", 1, True), ("query", 2, False)):
+        sums.add(kind, layer, x, products=products)
+    sums.add("value", 0, x)
+    assert sums.layers("key") == [1, 4] and sums.layers("query") == []
+    assert set(sums.first) == {*sums.second, ("query", 2)}

@@ -557,6 +557,11 @@ def test_a_gate_is_shared_by_runs_of_one_package(tmp_path, monkeypatch):
         serving.shared_gate(tmp_path / "g", ["plain"], 1)
 
 
-def test_a_closed_experiment_says_where_its_script_lies():
-    with pytest.raises(SystemExit, match=f"notice is closed: .* {run.LAST}"):
-        run.main(["notice"])
+@pytest.mark.parametrize("name", run.CLOSED)
+def test_a_closed_experiment_says_how_the_last_script_of_it_runs(name):
+    argv = [*name.split(), "--out", "a b.json"]
+    asked = f"{name} is closed.* {run.LAST} .*PYTHONPATH=. python .*/run.py {name} --out 'a b"
+    with pytest.raises(SystemExit, match=asked):
+        run.main(argv)
+    module, _, part = name.partition(" ")
+    assert name not in run.EXPERIMENTS and (not part or module in run.EXPERIMENTS)
