@@ -265,7 +265,7 @@ def test_what_leaves_nothing(monkeypatch):
     monkeypatch.setattr(kept, "MOST", 100)
     run(model)
     assert model not in _KEPT
-    monkeypatch.undo()
+    monkeypatch.setattr(kept, "MOST", 256 * 2**20)
     other = copy.deepcopy(tiny(HYBRID[0]))
     run(other, cache=new(other, max_length=64))
     assert other not in _KEPT
