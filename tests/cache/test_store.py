@@ -665,6 +665,19 @@ def test_ragged_start_keeps_the_first_real_tokens(gen):
 # ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("filled", (0, 5, 300))
+def test_a_refused_append_changes_nothing(filled):
+    "Values are coded before there is room for keys."
+    store = make(Recipe(Spec(center="prompt_mean"), Spec(), sinks=4, recent=6), tile=4)
+    if filled:
+        store.append(*states(store, filled))
+    before, (k, v) = snapshot(store), states(store, 40)
+    v[0, 0, 2, 1] = torch.nan
+    with pytest.raises(ValueError, match="v of layer 7 must be finite"):
+        store.append(k, v, names=("k of layer 7", "v of layer 7"))
+    assert_same_snapshot(snapshot(store), before)
+
+
 def test_append_is_amortised():
     "Token by token: few allocations, slack at most an eighth and one tile."
     store, seen = make(Recipe(Spec(), Spec(), sinks=0, recent=0), 1, 1, 4, tile=4), set()

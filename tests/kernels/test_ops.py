@@ -417,3 +417,22 @@ kernels.ops.attend(torch.randn(1, 2, 1, 64), store)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("n", (33, 40))
+def test_a_long_chunk_sees_no_past_beyond_its_window(n):
+    "Windows that are shorter than the chunk, a past in one block. Kills: no bias for it."
+    g = torch.Generator().manual_seed(n)
+    store = KVStore(Recipe(Spec(4), Spec(4), sinks=0, recent=0), 1, 2, 16)
+    q, k, v = (torch.randn(1, h, 300 + n, 16, generator=g) for h in (4, 2, 2))
+    store.append(k[:, :, :300], v[:, :, :300])
+    store.append(k[:, :, 300:], v[:, :, 300:])
+    q, tail = q[:, :, 300:], (k[:, :, 300:], v[:, :, 300:])
+    kd, vd = (torch.cat([c[:, :, :300], x], 2) for c, x in zip(store.read(), tail))
+    at, p = torch.arange(300, 300 + n)[:, None], torch.arange(300 + n)
+    mask = ((p <= at) & (p > at - 32))[None, None]
+    want = attention.dense_attention(q, kd, vd, mask=mask)
+    kind = ops.Call.of(q, store, *tail, sliding_window=32)
+    assert ops.select_backend(kind).backend == "flash"
+    for a, b in zip(ops.attend(q, store, *tail, sliding_window=32), want):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
