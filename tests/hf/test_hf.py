@@ -1048,6 +1048,40 @@ def test_forward_with_autograd_keeps_no_graph():
 # --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3"]
+)
+@pytest.mark.parametrize(
+    "attention, told", [("sdpa", True), ("turboquant", True), ("turboquant", False)]
+)
+def test_padding_is_ignored(name, attention, told):
+    "Each row of a left-padded batch is answered, and coded, as if it were alone."
+    model, inputs = tiny(name), prompt(3, 30)
+    attention = attention if attention in three(model) else "eager"
+    together, cache = generate(
+        model, inputs, attention, padding=told, output_logits=True, return_dict_in_generate=True
+    )
+    for row, n in enumerate((0, 7, 13)):
+        alone, one = generate(
+            model,
+            {k: x[row : row + 1, n:] for k, x in inputs.items()},
+            attention,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for i, (a, b) in enumerate(zip(together.logits, alone.logits)):
+            assert torch.allclose(a[row], b[0], atol=2e-3 * float(b.abs().max())), (
+                row,
+                i,
+                float((a[row] - b[0]).abs().max()),
+            )
+        assert torch.equal(together.sequences[row, 30:], alone.sequences[0, 30 - n :])
+        for x, y in zip(cache.coded_layers, one.coded_layers):
+            if x.store.offset == 0:
+                got, want = x.store.read(n)[0][row], y.store.read()[0][0]
+                assert float((got - want).norm() / want.norm()) < 1e-2
+
+
 def doubled(name):
     """A model in float64: rounding is far below what moves a code, so padded and unpadded rows
     hold the same codes on every processor."""
