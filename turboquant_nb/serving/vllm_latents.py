@@ -61,15 +61,11 @@ class CodedLatents(CodedAttention):
 
     def _absorbed(self, states: States, out: Tensor, attend) -> None:
         "Queries of latents are attended to by what is called, sums of latents become outputs."
-        up, (tokens, heads, _), rank = self.expansion(), states.q.shape, self.codes.cell.d_key
-        still, rotary = states.q.tensor_split([up.key.shape[1]], -1)
-        # `Expansion.query` and `output` without copies: products go where they are read
-        q = still.new_empty(tokens, heads, rank + rotary.shape[-1])
-        torch.bmm(still.transpose(0, 1), up.key, out=q[..., :rank].transpose(0, 1))
-        q[..., rank:] = rotary
-        sums = q.new_empty(tokens, heads, rank)
+        up, (tokens, heads, _) = self.expansion(), states.q.shape
+        q = up.query(states.q.transpose(0, 1)[None])[0].transpose(0, 1)
+        sums = q.new_empty(tokens, heads, self.codes.cell.d_key)
         attend(states._replace(q=q), sums)
-        torch.bmm(sums.transpose(0, 1), up.value.mT, out=out.transpose(0, 1))
+        out.copy_(up.output(sums.transpose(0, 1)[None])[0].transpose(0, 1))
 
     def _by_oracle(self, states: States, out: Tensor, memory, step) -> None:
         attend = super()._by_oracle
