@@ -364,5 +364,8 @@ def test_moved_stores_hold_the_same(trusting):
 
 
 def test_nothing_is_kept_unless_asked_for(monkeypatch):
+    "As it comes, a runner that replays neither leaves nor takes anything."
+    runner = TurboQuantCache(model_of()).runner
+    assert runner.graphs is True and runner.keeps
     monkeypatch.undo()
-    assert kept.MOST == 0
+    assert kept.MOST == 0 and not runner.keeps

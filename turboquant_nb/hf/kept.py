@@ -175,3 +175,4 @@ def release(model: nn.Module) -> None:
 
 
 StepRunner.kept = KeptSteps
+StepRunner.keeps = property(lambda self: self.graphs is True and MOST > 0)

@@ -212,7 +212,7 @@ class StepRunner:
     chooses = property(lambda self: self.graphs is True)  # whether it asks for that
     beside = staticmethod(lambda model, graph: nullcontext())  # while a step is captured
     kept = None  # what earlier caches have left to a model, see `hf.kept`
-    keeps = property(lambda self: self.graphs is True)  # whether it leaves and takes that
+    keeps = False  # whether it leaves and takes that
 
     def __init__(self, cache: TurboQuantCache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
