@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, join, with_sinks
-from . import blocks, cpu, encode_launch, latents, launch
+from . import blocks, cpu, encode_launch, latents, launch, many_rows
 from . import viterbi  # noqa: F401 (importing registers it)
 from .append import append as append_by_kernel, append_again
 from .encode import device_properties
@@ -262,6 +262,7 @@ BACKENDS = {
         launch.Triton(),
         latents.Latents(),
         Flash(),
+        many_rows.Many(),
         cpu.Cpu(),
         gather.Gather(),
         BlockByBlock(),
