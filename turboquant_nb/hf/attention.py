@@ -322,7 +322,8 @@ def _after_prefix(call: AttentionCall, ours: Call) -> Tensor:
     own, past = layer.prefix.apart(ours)
     if layer.by_device:
         answer = layer.captured.attend(own)
-        answer = layer.prefix.join(answer, layer.captured.attend_prefix(past))
+        past = layer.captured.attend_prefix(past)
+        answer = layer.prefix.join(answer, past, call.sink is not None)
         if call.sink is None:
             return answer.out
         return with_sinks(*answer, call.sink, need_lse=False).out
@@ -331,7 +332,8 @@ def _after_prefix(call: AttentionCall, ours: Call) -> Tensor:
     if before.why:
         layer.reasons[f"shared tokens: {before.why}"] += 1
     name, answer = _attended(layer, own)
-    answer = layer.prefix.join(answer, prefix.attend(past, before.backend))
+    past = prefix.attend(past, before.backend)
+    answer = layer.prefix.join(answer, past, call.sink is not None)
     return _served(call, name, answer)
 
 
