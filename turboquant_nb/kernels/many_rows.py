@@ -257,7 +257,7 @@ def form_of(rows: int, tile: int, half: int, pairs: int, room: int) -> Form:
     """For so many query rows, and shared memory; `half` a head's channels, of which so many
     pairs rotate, all padded."""
     q = 32 if rows <= 32 or is_interpreted() else 64 if rows <= 64 or half > 64 else 128
-    form = Form(q, min(32, tile // 4), 8 if q == 128 or half > 64 else 4)
+    form = Form(q, min(16 if q == 32 else 32, tile // 4), 8 if q == 128 or half > 64 else 4)
     while form.shared(half, pairs) > room:
         fewer = dict(BR=form.BR // 2) if form.BR > 16 else dict(Q=form.Q // 2, warps=4)
         form = form._replace(**fewer)
@@ -274,8 +274,10 @@ def store_reason(store: KVStore) -> str:
         return f"queries are multiplied in 16 bits, the store has {store.dtype}"
     if store.clock.fixed or store.end is not None:
         return "the kernel knows lengths from the host, and no ends"
-    if not 64 <= store.tile <= 256 or any(side.q.d > 256 for side in store.parts):
-        return "tiles of 64 to 256 tokens and head sizes up to 256 are supported"
+    hopper = is_interpreted() or device_properties(store.device).capability >= (9, 0)
+    most = 256 if hopper else 128  # wider accumulators fit no registers there
+    if not 64 <= store.tile <= 256 or any(side.q.d > most for side in store.parts):
+        return f"tiles of 64 to 256 tokens and head sizes up to {most} are supported"
     plan = _plan_of(store)
     if plan.why:
         return plan.why
