@@ -135,32 +135,48 @@ def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
 
 
 @patch
-def why_copies(self: TurboQuantLayer, times: int) -> str:
-    "Why rows that are repeated so often get copies of what is held; empty if they share it."
+def why_copies(self: TurboQuantLayer, times: int, pays: bool = True) -> str:
+    """Why rows that are repeated so often get copies of what is held; empty if they share it,
+    where that `pays` or always."""
     if self.is_sliding:
         return "a sliding layer frees tokens"
     if self.latent or self.reader.deferred or not self.shares:
         return "latents, keys of an index, and models that compute scores themselves have copies"
     if not self.on_codes:
         return "the model reads decoded keys"
-    return prefix.refuses(self.store, times)
+    if not pays:
+        return prefix.refuses(self.store, times)
+    queries = times * self.info.query_heads // self.info.heads
+    return prefix.refuses(self.store, times) or prefix.costs(self.store, times, queries)
 
 
 @patch
-def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
-    """Repeat every row, neighbours together. What rows then have in common is held once where
-    that pays, see `kernels.prefix`; `unshared` says why not."""
+def batch_repeat_interleave(self: TurboQuantLayer, repeats: int, pays: bool = True) -> None:
+    """Repeat every row, neighbours together. What rows then have in common is held once, where
+    that `pays` or wherever it can be; `unshared` says why not."""
     if self.is_initialized:
         self.make_growing()
         if self.prefix is not None:
             self.store.repeat(repeats)
             self.prefix = self.prefix.repeated(repeats)
-        elif why := self.why_copies(repeats):
+        elif why := self.why_copies(repeats, pays):
             self.store.repeat(repeats)
             self.unshared = why
         else:
             self.prefix, self.store = prefix.share(self.store, repeats)
         self.rows_changed(tuple(x for x in self.starts for _ in range(repeats)))
+
+
+@patch
+def share(self: TurboQuantCache, times: int) -> None:
+    """Repeat every row so often, and hold what rows have in common once wherever that can be:
+    the least memory, though steps of few rows may take longer than on copies, which
+    `batch_repeat_interleave` makes where these are faster. `report()["shared"]` says what is."""
+    for x in self.layers:
+        for group in getattr(x, "groups", ()):
+            group.batch_repeat_interleave(times, False)
+        if not hasattr(x, "groups"):
+            x.batch_repeat_interleave(times)
 
 
 TurboQuantLayer.reorder_cache = TurboQuantLayer.batch_select_indices

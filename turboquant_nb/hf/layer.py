@@ -605,9 +605,9 @@ class MixedLayer(TurboQuantLayer, LinearAttentionLayer):
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self.reorder_cache(rows)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        "Repeat every row, neighbours together."
+    def batch_repeat_interleave(self, repeats: int, pays: bool = True) -> None:
+        "Repeat every row, neighbours together; see `TurboQuantLayer`."
         if self.is_initialized:
             rows = torch.arange(self.store.batch).repeat_interleave(repeats)
             LinearAttentionLayer.reorder_cache(self, rows)
-        TurboQuantLayer.batch_repeat_interleave(self, repeats)
+        TurboQuantLayer.batch_repeat_interleave(self, repeats, pays)
