@@ -344,7 +344,7 @@ def attend(
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     # mask, first, recent, bias: see `attention.Call`; scaling, sliding_window, softcap, causal
-    # and backend ("auto", "triton", "latents", "flash", "cpu",
+    # and backend ("auto", "triton", "latents", "flash", "many", "cpu",
     # "gather", "blocks" or "torch"): see `attention.Rule`
     **more,
 ) -> Answer:  # output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32
