@@ -39,9 +39,7 @@ def asked(case, dtype=torch.float16, **rule):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "case, rule",
-    covering_pairs(CASES, [dict(), dict(softcap=5.0), dict(scaling=0.3)]),
-    ids=str,
+    "case, rule", covering_pairs(CASES, [dict(), dict(softcap=5.0), dict(scaling=0.3)]), ids=str
 )
 @torch.no_grad()
 def test_output_and_log_sum_are_those_of_the_reference(case, rule):

@@ -172,8 +172,7 @@ class Prefix:
     def joined(self, own: KVStore) -> KVStore:
         "The inverse of `share`: a store that holds all that its sequences do."
         own.complete()
-        n, tiles = self.tokens, self.tokens // self.store.tile
-        whole = {}
+        n, whole = self.tokens, {}
         for name in ("key", "value"):
             first, rest = getattr(self.store, name), getattr(own, name)
             many = lambda t: t.repeat_interleave(self.times, 0)
