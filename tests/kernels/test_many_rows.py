@@ -105,7 +105,7 @@ def test_forms_fit_the_shared_memory_that_there_is():
     reason="needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here",
 )
 def test_compiled_for_hopper_it_keeps_what_it_needs_in_registers():
-    "As at 32 sequences over one prefix: 128 rows, d 128, 3 bits, with a mean before RoPE or not."
+    "128 rows, d 128, 3 bits, with a mean before RoPE or not."
     wide, plain, ampere, ada = ahead_of_time(
         {}, dict(pairs=0), dict(capability=80), dict(capability=89), script="aot_many.py"
     )

@@ -1,5 +1,5 @@
-"""A prefix that sequences share, against the same sequences with copies of it: codes to the bit,
-attention to what sums in another order may differ."""
+"""A prefix that sequences share, against the same sequences with copies of it: codes to the
+bit, attention to what sums in another order may differ."""
 
 import pytest
 import torch
