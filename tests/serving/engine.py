@@ -248,7 +248,7 @@ def watch():
     "Keep the exact states of every slot, and compare each output with them."
     from turboquant_nb.cache.pages import read_cells
     from turboquant_nb.quant.quantizer import Coded, decode
-    from turboquant_nb.serving import vllm as ours
+    from turboquant_nb.serving import vllm_pages as ours
     from turboquant_nb.serving.vllm import Impl
     from turboquant_nb.serving.vllm_latents import CodedLatents
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -282,7 +282,7 @@ def watch():
             return output
         step, n, group = meta.step, kv_cache.shape[2], self.num_heads // self.num_kv_heads
         seen["shared"] += self.shared is not None
-        layers = ours._engine_config().compilation_config.static_forward_context
+        layers = ours.engine_config().compilation_config.static_forward_context
         shadow = (layers[self.shared].impl if self.shared else self).shadow
         seen["all"] += 1
         if (
@@ -302,7 +302,7 @@ def watch():
         seen["learnt"] += self.logits is not None
         latent = isinstance(self.layer, CodedLatents)
         seen["latents"] += latent
-        seen["split"] += (ours.Backend.pages.tokens if ours.Backend.pages else n) > n
+        seen["split"] += (ours.PageBackend.pages.tokens if ours.PageBackend.pages else n) > n
         window, sinks, (key, value) = (
             self.config.recent,
             self.firsts,
@@ -627,13 +627,13 @@ def states(folder):
 def sizes(folder, make=gemma_4):
     """Codes, 24 recent and 4 first tokens where layers have heads of two sizes and numbers, in
     pages of one size: of twice as many tokens in those with fewer bytes."""
-    from turboquant_nb.serving import vllm as ours
+    from turboquant_nb.serving import vllm_pages as ours
 
     llm = engine(make(folder / "gemma_4"), 600, of=dict(recent=24, sinks=4))
     prompts, cached = random_prompts(300, 130, 40), []
     for batch in (prompts, [prompts[1] + prompts[0][:70]]):
         cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
-    pages = ours.Backend.pages
+    pages = ours.PageBackend.pages
     return dict(cached=cached, pages={n: pages.tokens_of(n) for n in sorted(pages.sizes)})
 
 

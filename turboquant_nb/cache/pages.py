@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CellField', 'CellLayout', 'CellCodes', 'append_slots', 'read_cells', 'leaders', 'Requests', 'Exact', 'attend_cells',
-           'Recent', 'store_recent', 'sink_origins']
+           'Recent', 'recent_block', 'exact_states', 'store_recent', 'sink_origins']
 
 # %% ../../nbs/34_pages.ipynb #34a00007
 from dataclasses import dataclass, replace
@@ -420,6 +420,38 @@ class Recent:
         parts = iter(states.split([n for both in counts for n in both]))
         sides = lambda x: (x[..., :d_key], x[..., d_key:])
         return [(sides(next(parts)), sides(next(parts))) for _ in counts]
+
+
+def recent_block(nbytes: int, numbers: int, itemsize: int, sinks: int = 0) -> int:
+    """Recent tokens of so many numbers that fit into a cell's bytes beside first ones: a power
+    of two, which divides the bytes. Raises ValueError where none does."""
+    fit = nbytes // (numbers * itemsize)
+    if fit <= sinks:
+        raise ValueError(
+            f"a cell of {nbytes:,} bytes has room for {fit} exact tokens of "
+            f"{numbers * itemsize:,} bytes: not for {sinks} first tokens and a recent one; "
+            "take larger blocks or fewer first tokens"
+        )
+    stored = nbytes // itemsize
+    return min(1 << (fit - sinks).bit_length() - 1, stored & -stored)
+
+
+def exact_states(
+    pages: Tensor,  # [blocks, H, n, bytes] uint8, a head's bytes side by side
+    sinks: int,  # first tokens, behind the n recent ones
+    numbers: int,  # of a token
+    dtype: torch.dtype,
+) -> Tensor:  # [blocks, H, n + sinks, numbers]
+    "Exact states in the bytes of pages. Raises ValueError where a page has no room for them."
+    count, heads, n, each = pages.shape
+    have, need = n * each // dtype.itemsize, (n + sinks) * numbers
+    if have < need:
+        raise ValueError(
+            f"a head has {have:,} numbers in a page, no room for {n} recent and {sinks} first "
+            f"tokens with {numbers} numbers each"
+        )
+    rows = pages.view(count, heads, n * each).view(dtype)
+    return rows[:, :, :need].unflatten(2, (n + sinks, numbers))
 
 
 def store_recent(
