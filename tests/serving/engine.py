@@ -35,6 +35,9 @@ os.environ |= {
 os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
 
 import transformers
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+from bench.models import told_by_layer
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -373,8 +376,7 @@ def watch():
 
 
 def by_layer(folder):
-    """What vLLM 0.26 is told of a model whose heads differ by layer: newer releases of
-    transformers keep that where it does not look."""
+    "What an engine must be told of a model whose heads differ by layer."
     import vllm
 
     config = json.loads((Path(folder) / "config.json").read_text())
@@ -382,8 +384,8 @@ def by_layer(folder):
     if not wide or int(vllm.__version__.split(".")[1]) >= 32:
         return {}
     heads = dict(global_head_dim=512, num_global_key_value_heads=wide["num_key_value_heads"])
-    more = dict(allow_global_per_layer_attribute_access=True)
-    return dict(hf_overrides=more | heads | dict(attention_k_eq_v=config["attention_k_eq_v"]))
+    heads["attention_k_eq_v"] = config["attention_k_eq_v"]
+    return dict(hf_overrides=told_by_layer(heads))
 
 
 def engine(folder, blocks=64, of=None, **more):

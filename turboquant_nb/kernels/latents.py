@@ -514,10 +514,10 @@ def _shared_bases(sides: tuple, device) -> Bases:
 
 def _bases(store: KVStore) -> Bases:
     "What the kernels must know of the quantizers of a store."
-    if "latent bases" not in store.memo:
+    if "latents" not in store.plans:
         sides = tuple((part.q, not part.memory.truncated_tiles) for part in store.parts)
-        store.memo["latent bases"] = _shared_bases(sides, store.device)
-    return store.memo["latent bases"]
+        store.plans["latents"] = _shared_bases(sides, store.device)
+    return store.plans["latents"]
 
 
 def _shared(call: Call, q: Tensor, chunk: int) -> dict:
