@@ -323,9 +323,7 @@ def watch():
                 row[t // n].long() * n + t % n,
                 max(0, length - (b - a) - window - first),
             )  # tokens whose codes are read
-            held = read_cells(
-                kv_cache, codes.cell, row, first + past, (key.scale_dtype, value.scale_dtype)
-            )
+            held = read_cells(kv_cache, codes, row, first + past)
             sides = []
             for x, q, stored, mean in zip(shadow, (key, value), held, (center, None)):
                 exact = x[slots].transpose(0, 1)  # [H, T, d]

@@ -228,10 +228,10 @@ def write_at(
     fits: Tensor,  # [1] bool; if not, everything stays
 ) -> None:
     "`write` at places that only the device knows."
-    tile, t = at // self.tile, at % self.tile
+    tile, token = at // self.tile, at % self.tile
     rows = self.tile // 4
-    slot = _slots(at.device)[t // rows][:, None]
-    keep, t = (255 - (3 << slot)).to(torch.uint8), t % rows
+    slot = _slots(at.device)[token // rows][:, None]
+    keep, t = (255 - (3 << slot)).to(torch.uint8), token % rows
     packed = [(g.names, g.layout, coded.codes[..., g.channels]) for g in self.groups]
     packed += [((n,), x, coded.residual[n]) for n, x in self.extras.items() if x]
     for names, layout, codes in packed:
@@ -243,8 +243,8 @@ def write_at(
     numbers = {"scale": coded.scale}
     numbers |= {n: coded.residual[n] for n, x in self.extras.items() if x is None}
     for name, new in numbers.items():
-        held = self.tensors[name].flatten(2)
-        held[:, :, at] = torch.where(fits, new, held[:, :, at])
+        held = self.tensors[name]
+        held[:, :, tile, token] = torch.where(fits, new, held[:, :, tile, token])
 
 
 @patch
@@ -253,12 +253,13 @@ def read_at(
     at: Tensor,  # [B, n] positions, of each sequence its own
 ) -> Coded:
     "What `read` gives of single tokens, where codes are symbols alone and no tile truncated."
-    rows, tile, t = (
+    rows, tile, token = (
         torch.arange(len(at), device=at.device)[:, None],
         at // self.tile,
         at % self.tile,
     )
-    t, slot = t % (self.tile // 4), _slots(at.device)[t // (self.tile // 4)][:, :, None, None]
+    quarter, t = token // (self.tile // 4), token % (self.tile // 4)
+    slot = _slots(at.device)[quarter][:, :, None, None]
     codes = None
     for g in self.groups:
         planes = [self.tensors[n] for n in g.names]
@@ -268,7 +269,7 @@ def read_at(
         if codes is None:
             codes = part.new_empty(*part.shape[:3], len(self.bits))
         codes[..., g.channels] = part
-    scale = self.tensors["scale"].flatten(2)[rows, :, at]
+    scale = self.tensors["scale"][rows, :, tile, token]
     return Coded(codes.transpose(1, 2), scale.transpose(1, 2))
 
 # %% ../../nbs/30c_memory.ipynb #d76dd408

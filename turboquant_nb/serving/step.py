@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..cache.attention import Rule, dense_attention, join
+from ..cache.attention import Rule, dense_attention, join, with_sinks
 from turboquant_nb.cache.pages import (
     CellCodes,
     CellLayout,
@@ -411,13 +411,6 @@ class CodedAttention:
         self.d_query, self.d_out = cell.d_key, cell.d_value  # as the model has them
         self.signs = {}  # of `_signs`
 
-    @property
-    def served_by(self) -> str:
-        'Which code attends to a token\'s codes: "fragments", "portable" or "oracle".'
-        if self.plan is None:
-            return "oracle"
-        return "portable" if self.plan.refuses("fragments") else "fragments"
-
     def prepare(
         self,
         dtype: torch.dtype,
@@ -593,11 +586,6 @@ class CodedAttention:
             k += self.rotated_center.to(k.dtype)  # it caps whole scores
         return k, v
 
-    def _with_sinks(self, out: Tensor, lse: Tensor) -> None:  # [T, Hq, d_value], [T, Hq]
-        "A learnt logit joins each head's softmax."
-        if self.rule.sinks is not None:
-            out.mul_(torch.sigmoid(lse - self.rule.sinks.float())[..., None])
-
     def _attend_chunks(self, run: list, states: States, out, memory, step) -> None:
         "Chunks of a run: what they read exactly, then their past."
         window, softcap = self.rule.sliding_window, self.rule.softcap
@@ -620,7 +608,9 @@ class CodedAttention:
                 join_past(out[c.first : c.last], lse[mine], o, far_lse, factor)
                 if self.rule.sinks is not None:
                     lse[mine] = torch.logaddexp(lse[mine], far_lse)
-        self._with_sinks(out[first:last], lse)
+        if self.rule.sinks is not None:  # once all parts are joined
+            joined = out[first:last].transpose(0, 1)[None], lse.T[None]
+            out[first:last] = with_sinks(*joined, self.rule.sinks, False).out[0].transpose(0, 1)
 
     def _exact(
         self, run, k, v, starts, recent, step

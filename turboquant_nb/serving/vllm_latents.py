@@ -19,7 +19,7 @@ from ..cache.pages import CellCodes, Exact
 from ..hf.latents import Expansion
 from ..kernels.cell_attention import Launching, Room
 from ..kernels.latent_cells import decode_latents, latent_reason
-from ..kernels.latents import form_of, side_reason
+from ..kernels.latents import sides_reason
 from . import vllm as ours
 from .step import CodedAttention, States, dense
 from .vllm import Backend, Impl, name_recent
@@ -44,15 +44,6 @@ class CodedLatents(CodedAttention):
         self.d_out = up.value.shape[1]
         if self.plan is not None and (why := latent_reason(self.plan)):
             raise ValueError(f"no kernel reads these latents: {why}")
-
-    @property
-    def served_by(self) -> str:
-        'As of `CodedAttention`; "portable": by tiles in shared memory.'
-        if self.plan is None:
-            return "oracle"
-        sizes, device = (self.plan.cell.d_key, self.plan.cell.d_value), self.plan.device
-        form = form_of(*sizes, self.expansion().key.dtype, device)
-        return "fragments" if form.fragments else "portable"
 
     def _absorbed(self, states: States, out: Tensor, attend) -> None:
         "Queries of latents are attended to by what is called, sums of latents become outputs."
@@ -169,8 +160,8 @@ class LatentImpl(Impl):
         if not self.latent[1]:
             return [*reasons, "latents without rotary parts"]
         key, value, _ = ours.shared_quantizers(self.config, *self.latent, torch.device("cpu"))
-        sides = ("latents", 512, key), ("rotary parts", 128, value)
-        return reasons + [why for side in sides if (why := side_reason(*side))]
+        why = sides_reason(key, value)
+        return [*reasons, why] if why else reasons
 
     def _attention(self, codes: CellCodes, rule: Rule, gpu: bool) -> CodedLatents:
         owner, flash = self.owner, _padded_flash if gpu else dense
