@@ -70,7 +70,9 @@ def test_any_order(n, kb, vb, gen):
             torch.zeros(2, 6 * n, dtype=torch.float16),
         )
         for block in range(6):
-            coded = read_cells(cache, both, torch.tensor([block]), n)[("key", "value").index(side)]
+            coded = read_cells(cache, both, torch.tensor([block]), n)[
+                ("key", "value").index(side)
+            ]
             codes[:, block * n : block * n + n], scale[:, block * n : block * n + n] = (
                 coded.codes,
                 coded.scale,

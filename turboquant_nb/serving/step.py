@@ -9,7 +9,7 @@ __all__ = ['SHORT', 'serving_recipe', 'ServingConfig', 'Chunk', 'Group', 'Step',
 # %% ../../nbs/76_serving.ipynb #76a00007
 import json
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -426,18 +426,19 @@ class CodedAttention:
             return
         cell, device = self.plan.cell, self.plan.device
         dk, dv, n = cell.d_key, cell.d_value, cell.tokens
+        zeros = lambda *shape: torch.zeros(*shape, dtype=dtype, device=device)
+        sides = lambda tokens: (zeros(tokens, self.heads, d) for d in (dk, dv))
+        nobody = [
+            partial(torch.full, fill_value=-1, dtype=kind, device=device)
+            for kind in (torch.int32, torch.int64)
+        ]
         cache = cell.empty(1, self.heads, device).zero_()
         counts = {1, n // 4 + 1}
         if self.plan.chained and device.type == "cuda":  # many are searched by another kernel
             counts.add(self.plan.piece(self.heads))
         for tokens in sorted(counts):
-            k, v = (
-                torch.zeros(tokens, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)
-            )
-            for kind in (torch.int32, torch.int64):
-                append_cells(
-                    cache, self.plan, k, v, torch.full((tokens,), -1, dtype=kind, device=device)
-                )
+            for slots in nobody:
+                append_cells(cache, self.plan, *sides(tokens), slots((tokens,)))
         one, near = torch.ones(1, dtype=torch.int32, device=device), None
         if recent:  # one block, at the distance of the engine's
             room = (page_tokens or n) * cell.bytes_per_token
@@ -445,65 +446,29 @@ class CodedAttention:
             size = 1, self.heads, block, room // block
             pages = torch.zeros(size, dtype=torch.uint8, device=device)
             near = exact_states(pages, sinks, dk + dv, dtype)
-            origins = (
-                torch.full((1, sinks), -1, dtype=torch.int32, device=device) if sinks else None
-            )
-            for kind in (torch.int32, torch.int64):
-                slots = torch.full((1,), -1, dtype=kind, device=device)
-                append_recent(
-                    near,
-                    *(
-                        torch.zeros(1, self.heads, d, dtype=dtype, device=device)
-                        for d in (dk, dv)
-                    ),
-                    slots,
-                    origins,
-                )
+            origins = nobody[0]((1, sinks)) if sinks else None
+            ends = torch.arange(2, dtype=torch.int32, device=device)
+            for slots in nobody:
+                append_recent(near, *sides(1), slots((1,)), origins)
                 if sinks:
-                    locate_sinks(
-                        one[:, None] * 0,
-                        one,
-                        torch.arange(2, dtype=torch.int32, device=device),
-                        slots,
-                        block,
-                        origins,
-                    )
-        many = (
-            -(-1025 // self.query_heads) if device.type == "cuda" else 1
-        )  # large batches are joined by a program of another size
+                    locate_sinks(one[:, None] * 0, one, ends, slots((1,)), block, origins)
+        # large batches are joined by a program of another size
+        many = -(-1025 // self.query_heads) if device.type == "cuda" else 1
         for requests, each in {
             (r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}
         }:
-            q, k, v = (
-                torch.zeros(requests * each, h, d, dtype=dtype, device=device)
-                for h, d in (
-                    (self.query_heads, self.d_query),
-                    (self.heads, dk),
-                    (self.heads, dv),
-                )
-            )
-            table, lengths = (
-                (one[:, None] * 0).expand(requests, 1).contiguous(),
-                one.expand(requests).contiguous() * each,
-            )
+            q = zeros(requests * each, self.query_heads, self.d_query)
+            table = (one[:, None] * 0).expand(requests, 1).contiguous()
+            lengths = one.expand(requests).contiguous() * each
             exact = None if near is None else Recent(near, table, recent, sinks)
             memory = LayerMemory(cache, Workspace(device), (), exact)
-            out = torch.empty(
-                requests * each, self.query_heads, self.d_out, dtype=dtype, device=device
-            )
-            self._decode(States(q, k, v), out, Requests(table, lengths), memory, {})
-        own, lse = (
-            torch.zeros(1, self.query_heads, self.d_out, dtype=dtype, device=device),
-            torch.zeros(self.query_heads, 1, device=device).T,
-        )
+            out = zeros(requests * each, self.query_heads, self.d_out)
+            states = States(q, *sides(requests * each))
+            self._decode(states, out, Requests(table, lengths), memory, {})
+        own = zeros(1, self.query_heads, self.d_out)
+        lse = torch.zeros(self.query_heads, 1, device=device).T
         join_past(own, lse, self._unrotated(own, dtype)[0], lse)
-        past_cells(
-            cache,
-            self.plan,
-            one * 0,
-            n,
-            *(torch.empty(n, self.heads, d, dtype=dtype, device=device) for d in (dk, dv)),
-        )
+        past_cells(cache, self.plan, one * 0, n, *sides(n))
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
         "Code the tokens of a step into their slots; below 0: padding."
