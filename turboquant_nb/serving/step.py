@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import checks
 from ..cache.attention import Rule, dense_attention, join, with_sinks
+from ..cache.memory import placed, shared_quantizer
 from turboquant_nb.cache.pages import (
     CellCodes,
     CellLayout,
@@ -170,9 +171,8 @@ class ServingConfig:
 
     def quantizers(self, d_key: int, d_value: int, device) -> tuple:
         "Of keys and of values, without a calibration."
-        return make_quantizer(self.recipe.key, d_key, device), make_quantizer(
-            self.recipe.value, d_value, device
-        )
+        sides = (self.recipe.key, d_key), (self.recipe.value, d_value)
+        return tuple(shared_quantizer(*side, placed(device)) for side in sides)
 
     def calibrated(
         self,

@@ -159,8 +159,7 @@ class LatentImpl(Impl):
         reasons = latent_reasons(self.config, *more)
         if not self.latent[1]:
             return [*reasons, "latents without rotary parts"]
-        key, value, _ = ours.shared_quantizers(self.config, *self.latent, torch.device("cpu"))
-        why = sides_reason(key, value)
+        why = sides_reason(*self.config.quantizers(*self.latent, "cpu"))
         return [*reasons, why] if why else reasons
 
     def _attention(self, codes: CellCodes, rule: Rule, gpu: bool) -> CodedLatents:
