@@ -557,8 +557,7 @@ def dense(path, prompts=None):
     one runs, too."""
     if prompts is None:
         prompts = json.loads((Path(path) / "prompts.json").read_text())
-        wide = "global_head_dim" in (Path(path) / "config.json").read_text()
-        own = dict(attention_backend="TRITON_ATTN" if wide else None) if CUDA else {}
+        own = dict(attention_backend="TRITON_ATTN" if by_layer(path) else None) if CUDA else {}
         llm = engine(str(path), 400, additional_config={}, **own)
         return dict(
             tokens=[list(o.outputs[0].token_ids) for o in generate(llm, prompts, sampled(40))]
