@@ -168,7 +168,6 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval attention": f"--text --windows --length --prompt {EVAL}",
     "eval needle": f"--lengths --depths --trials --seed {EVAL}",
-    "fold": f"--out --text --windows --length {MODEL} {SHARED}",
     "calibrate": (
         "--out --text --windows --length --layers --heads --pair-scale --no-transforms "
         f"--no-maps --fasta --recipe --held-out {MODEL} {SHARED}"
@@ -201,7 +200,7 @@ def test_every_option_is_there_and_shown(call, monkeypatch, command):
 
 def test_commands_are_listed_by_panel(call):
     out = call("-h")[1]
-    order = "Use it, demo, generate, Measure it, eval, Calibrate, calibrate, fold, Proteins"
+    order = "Use it, demo, generate, Measure it, eval, Calibrate, calibrate, Proteins"
     places = [out.index(f" {word} ") for word in f"{order}, variants, Recipes".split(", ")]
     assert places == sorted(places) and all(
         x in out for x in ("--version", "--install-completion", "--show-completion")
