@@ -19,6 +19,8 @@ GONE: dict[str, str] = {
     "calibration/fold": "head transforms of the same text lose less (page 91)",
     "--text {}: it is empty": "of a fold; calibrate says that the text gives no window",
     "{} {}: it takes {} bytes, and {} are free there": "of a fold, which wrote a checkpoint",
+    "data must be [rows, a multiple of 20 bytes], got {}": "of what chapter 80 alone shows",
+    "data must be uint8, got {}": "the same",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
