@@ -167,7 +167,6 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval ppl": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval attention": f"--text --windows --length --prompt {EVAL}",
-    "eval needle": f"--lengths --depths --trials --seed {EVAL}",
     "calibrate": (
         "--out --text --windows --length --layers --heads --pair-scale --no-transforms "
         f"--no-maps --fasta --recipe --held-out {MODEL} {SHARED}"
@@ -289,7 +288,7 @@ def test_completion_is_quick_and_needs_no_torch():
     )
     for line, want in (
         ("turboquant rec", ["recipe"]),
-        ("turboquant eval ", ["attention", "logits", "long", "needle", "ppl"]),
+        ("turboquant eval ", ["attention", "logits", "long", "ppl"]),
         ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
         ("turboquant generate --attention s", ["sdpa"]),
         ("turboquant demo --recipes --js", ["--json"]),

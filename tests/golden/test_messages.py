@@ -21,6 +21,9 @@ GONE: dict[str, str] = {
     "{} {}: it takes {} bytes, and {} are free there": "of a fold, which wrote a checkpoint",
     "data must be [rows, a multiple of 20 bytes], got {}": "of what chapter 80 alone shows",
     "data must be uint8, got {}": "the same",
+    "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
+        "of eval needle, whose sentences eval long asks for"
+    ),
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
