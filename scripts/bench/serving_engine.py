@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 
 os.environ |= {
@@ -268,12 +269,13 @@ class Pool:
             for spec in specs
             if getattr(spec, "sliding_window", None) is None
         )  # of a token that stays
-        self.most = self.preempted = 0
+        self.most = self.preempted = self.tokens = 0
         schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
 
         def counted(*args, **kwargs):
             out = schedule(*args, **kwargs)
             self.most = max(self.most, len(self.scheduler.running))
+            self.tokens = out.total_num_scheduled_tokens
             return out
 
         def counted_preemption(*args, **kwargs):
@@ -426,13 +428,14 @@ def spread(x, unit):
 EDGE = 6
 
 
-def timed_steps(engine):
-    "When each step of an engine ended; the caller clears the list."
+def timed_steps(engine, tokens):
+    """(when it ended, tokens() then) of each step of an engine; the caller clears the list.
+    tokens: those of the step that was planned last."""
     ends, step = [], engine.step
 
     def timed():
         out = step()
-        ends.append(time.perf_counter())
+        ends.append((time.perf_counter(), tokens()))
         return out
 
     engine.step = timed
@@ -440,15 +443,21 @@ def timed_steps(engine):
 
 
 def each_step(ends):
-    """Milliseconds of a step that decodes, the mean of a run whose steps ended at these
-    seconds. Raises ValueError for too few."""
+    """Milliseconds of a step that decodes, the mean of a run whose steps ended so. Raises
+    ValueError for too few."""
     count = len(ends) - 2 * EDGE
     if count < 1:
         raise ValueError(
             f"a run must have more than {2 * EDGE} steps to be timed, got {len(ends)}: ask for "
             "more new tokens"
         )
-    return (ends[-EDGE] - ends[EDGE]) / count * 1e3
+    return (ends[-EDGE][0] - ends[EDGE][0]) / count * 1e3
+
+
+def decode_alone(ends, requests):
+    "The longest run of steps in which each of so many requests had one token."
+    runs = [list(run) for alone, run in groupby(ends, lambda x: x[1] == requests) if alone]
+    return max(runs, key=len, default=[])
 
 
 def read_again(prompts, kept, block):
@@ -538,7 +547,8 @@ def main(
         **(dict(memory=memory) if cache_gib is None else dict(gib=cache_gib)),
         **({} if pool is None else dict(bytes_per_token=pool.bytes * each)),
     )
-    gen, steps = torch.Generator().manual_seed(0), timed_steps(llm.llm_engine)
+    gen = torch.Generator().manual_seed(0)
+    steps = timed_steps(llm.llm_engine, lambda: 0 if pool is None else pool.tokens)
     draw = lambda n: torch.randint(3, 31000, (n,), generator=gen).tolist()
     for what, batch, tokens, new in shapes:
         prompts = []
@@ -600,18 +610,16 @@ def main(
         if tokens <= 8192:
             afresh()  # what is made on first use
         row(what="first token", **of, p50=afresh(), unit="s", n=1)
-        each, block = [], max(cache.block_size, 128)
-        for _ in range(5):
+        each, again, block = [], {}, max(cache.block_size, 128)
+        while len(each) < (3 if again else 5):  # a prompt that is read again takes its time
             steps.clear()
             kept = asked(prompts, new)[1]
-            each.append(each_step(steps))
             if why := read_again(prompts, kept, block):
-                break
-        if why:
-            row(what="not cached", **of, p50=kept, unit="tokens", why=why)
-            continue
+                again = dict(why=why)
+            each.append(each_step(decode_alone(steps, batch) if again else steps))
         each.sort()
-        row(what="token", **of, p50=each[2], p20=each[1], p80=each[3], unit="ms", n=5, new=new)
+        times = {f"p{q}": each[len(each) // 2 + i] for q, i in ((20, -1), (50, 0), (80, 1))}
+        row(what="token", **of, **times, unit="ms", n=len(each), new=new, **again)
         if profile and (what, batch, tokens, new) == shapes[-1]:
             profiled(run, os.path.join(profile, f"{kind}.txt"))
 

@@ -557,7 +557,7 @@ def dense(path, prompts=None):
     one runs, too."""
     if prompts is None:
         prompts = json.loads((Path(path) / "prompts.json").read_text())
-        own = dict(attention_backend=None) if CUDA else {}
+        own = dict(attention_backend="TRITON_ATTN" if by_layer(path) else None) if CUDA else {}
         llm = engine(str(path), 400, additional_config={}, **own)
         return dict(
             tokens=[list(o.outputs[0].token_ids) for o in generate(llm, prompts, sampled(40))]
@@ -1053,10 +1053,10 @@ def hybrid(folder):
 
 def random(folder, requests=200, blocks=14, of=None):
     """Requests of mixed lengths that come at random, begin like others, are cancelled, and do
-    not fit all at once; then each alone. The tokens up to the first that was a near tie must be
-    the same: codes at an edge, and the order of sums, decide ties. A token sees those of its
-    own chunk exactly, so all chunks have the same ends: 16 tokens a step for each of 8
-    requests. One that was thrown out comes back in other chunks."""
+    not fit all at once; then each alone. The tokens that were no near ties must be the same:
+    codes at an edge, and the order of sums, decide ties. A token sees those of its own chunk
+    exactly, so all chunks have the same ends: 16 tokens a step for each of 8 requests. One that
+    was thrown out comes back in other chunks."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     g = torch.Generator().manual_seed(3)
@@ -1333,16 +1333,17 @@ def graphs_ragged(folder):
 
 
 def compare(some, others, first=0):
-    "(tokens from one on up to the first near tie, how many of the sequences differ before it)."
+    """(tokens from one on whose choice was no near tie, how many of the sequences differ in
+    one). A near tie that two sequences decide alike is not counted; behind one that they decide
+    otherwise nothing can be compared."""
     decided, wrong = 0, 0
     for (tokens, _), (other, ranks) in zip(some, others):
         for i, (a, b, ranked) in enumerate(zip(tokens, other, ranks)):
             best, second = sorted((x.logprob for x in ranked.values()), reverse=True)[:2]
-            if best - second < TIE:
-                break
-            decided += i >= first
+            near = best - second < TIE
+            decided += i >= first and not near
+            wrong += a != b and not near
             if a != b:
-                wrong += 1
                 break
     return decided, wrong
 

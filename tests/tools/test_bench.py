@@ -305,6 +305,10 @@ def test_steps_beside_prompts_that_are_read_again_are_no_steps():
     assert not engine.read_again(prompts, 744 + 44, 128)
     why = engine.read_again(prompts, 700, 128)
     assert why == "prompts were read again: 700 of at least 788 tokens were cached"
+    planned = [8192] * 4 + [2] * 9 + [8] + [3] * 20 + [2] * 12  # one request is there earlier
+    steps = list(enumerate(planned))
+    assert engine.decode_alone(steps, 3) == steps[14:34]
+    assert engine.decode_alone(steps, 4) == []
 
 
 def test_prefixes_on_the_host_are_measured_once_their_copies_are_over(monkeypatch):
@@ -413,16 +417,14 @@ def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run():
         + [600 + 0.005 * i for i in range(1, 31)]
         + [700.0 + 50 * i for i in range(5)]
     )  # slow at both ends, 5 ms between
+    ends = [(end, 8) for end in ends]
     assert engine.each_step(ends) == pytest.approx(5)
     with pytest.raises(ValueError, match="more than 12 steps to be timed, got 12"):
         engine.each_step(ends[:12])
     fake = type("Engine", (), {"step": lambda self: "out"})()
-    timed = engine.timed_steps(fake)
-    assert (
-        [fake.step(), fake.step()] == ["out", "out"]
-        and len(timed) == 2
-        and timed[0] <= timed[1]
-    )
+    timed = engine.timed_steps(fake, iter((9, 8)).__next__)
+    assert [fake.step(), fake.step()] == ["out", "out"]
+    assert [tokens for _, tokens in timed] == [9, 8] and timed[0][0] <= timed[1][0]
 
 
 def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass():
