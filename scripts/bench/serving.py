@@ -5,9 +5,9 @@ Gate: parts of tests/serving/engine.py, small models in real engines on this GPU
 hits, preemption, drafts, a calibration's means and transforms, sliding windows, exact recent
 and first tokens, 200 random requests; every output of every layer within 2e-2 of attention in
 fp64 to the codes of the states that the layer was given (bf16 in and out), tokens of replayed
-graphs those of the engine without, up to the first near tie, also of unequal requests by lists
-of work, which alone have the same tokens. A kind is not measured where a part that concerns it
-does not pass.
+graphs those of the engine without, near ties aside, also of unequal requests by lists of work,
+which alone have the same tokens. A kind is not measured where a part that concerns it does not
+pass.
 
 Then each kind in a process of its own: seconds to the first token of a batch (chunks of 8,192
 tokens), milliseconds of a step that decodes, the mean of a run's with the prompts cached,

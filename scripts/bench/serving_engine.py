@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from itertools import groupby
 from pathlib import Path
 
 os.environ |= {
@@ -21,6 +22,9 @@ os.environ |= {
 }
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[1]))
+from bench.models import GEMMA_4_31B, GPT_OSS_20B, told_by_layer
 
 LLAMA_8B = dict(
     architectures=["LlamaForCausalLM"],
@@ -44,17 +48,13 @@ LLAMA_8B = dict(
 
 
 # every second layer has a window; experts in 4 bits, as published, all of whose weights are 0
-GPT_OSS_20B = dict(
+GPT_OSS = GPT_OSS_20B | dict(
     architectures=["GptOssForCausalLM"],
     model_type="gpt_oss",
     hidden_size=2880,
     intermediate_size=2880,
     num_hidden_layers=24,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
     sliding_window=128,
-    num_local_experts=32,
     num_experts_per_tok=4,
     vocab_size=201088,
     max_position_embeddings=131072,
@@ -108,23 +108,12 @@ DEEPSEEK_V2_LITE = dict(
 )
 
 
-# five layers with a window and heads of 256 to one with heads of 512, whose values are the
-# projection of its keys; 12 of its 60 layers, which leave room for the cache
-GEMMA_4_31B = dict(
+# 12 of its 60 layers, which leave room for the cache
+GEMMA_4 = GEMMA_4_31B | dict(
     architectures=["Gemma4ForCausalLM"],
     model_type="gemma4_text",
-    hidden_size=5376,
-    intermediate_size=21504,
     num_hidden_layers=12,
-    num_attention_heads=32,
-    num_key_value_heads=16,
-    num_global_key_value_heads=4,
-    head_dim=256,
-    global_head_dim=512,
-    attention_k_eq_v=True,
-    sliding_window=1024,
     layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
-    hidden_size_per_layer_input=0,
     vocab_size=262144,
     max_position_embeddings=131072,
     torch_dtype="bfloat16",
@@ -135,13 +124,11 @@ GEMMA_4_31B = dict(
 
 MODELS = {
     "llama-8b": LLAMA_8B,
-    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-20b": GPT_OSS,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
-    "gemma-4-31b": GEMMA_4_31B,
+    "gemma-4-31b": GEMMA_4,
 }
 OWN_CHOICE = "deepseek-v2-lite", "gemma-4-31b"  # vLLM has several backends for them, and picks
-# newer releases of transformers keep what differs by layer where vLLM 0.26 does not look
-BY_LAYER = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
 
 SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed from a graph
 
@@ -185,8 +172,8 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
             "cudagraph_capture_sizes": sorted({n for n in SIZES if n < largest} | {largest}),
         },
     )
-    if wide := {name: MODELS[model][name] for name in BY_LAYER if name in MODELS[model]}:
-        of["hf_overrides"] = wide | dict(allow_global_per_layer_attribute_access=True)
+    if told := told_by_layer(MODELS[model]):
+        of["hf_overrides"] = told
     if found := re.fullmatch(OURS, kind):
         recipe, block, *exact = found.groups()[:4]
         given = {name: int(x or 0) for name, x in zip(("recent", "sinks"), exact)}
@@ -268,12 +255,13 @@ class Pool:
             for spec in specs
             if getattr(spec, "sliding_window", None) is None
         )  # of a token that stays
-        self.most = self.preempted = 0
+        self.most = self.preempted = self.tokens = 0
         schedule, preempt = self.scheduler.schedule, self.scheduler._preempt_request
 
         def counted(*args, **kwargs):
             out = schedule(*args, **kwargs)
             self.most = max(self.most, len(self.scheduler.running))
+            self.tokens = out.total_num_scheduled_tokens
             return out
 
         def counted_preemption(*args, **kwargs):
@@ -426,13 +414,14 @@ def spread(x, unit):
 EDGE = 6
 
 
-def timed_steps(engine):
-    "When each step of an engine ended; the caller clears the list."
+def timed_steps(engine, tokens):
+    """(when it ended, tokens() then) of each step of an engine; the caller clears the list.
+    tokens: those of the step that was planned last."""
     ends, step = [], engine.step
 
     def timed():
         out = step()
-        ends.append(time.perf_counter())
+        ends.append((time.perf_counter(), tokens()))
         return out
 
     engine.step = timed
@@ -440,15 +429,21 @@ def timed_steps(engine):
 
 
 def each_step(ends):
-    """Milliseconds of a step that decodes, the mean of a run whose steps ended at these
-    seconds. Raises ValueError for too few."""
+    """Milliseconds of a step that decodes, the mean of a run whose steps ended so. Raises
+    ValueError for too few."""
     count = len(ends) - 2 * EDGE
     if count < 1:
         raise ValueError(
             f"a run must have more than {2 * EDGE} steps to be timed, got {len(ends)}: ask for "
             "more new tokens"
         )
-    return (ends[-EDGE] - ends[EDGE]) / count * 1e3
+    return (ends[-EDGE][0] - ends[EDGE][0]) / count * 1e3
+
+
+def decode_alone(ends, requests):
+    "The longest run of steps in which each of so many requests had one token."
+    runs = [list(run) for alone, run in groupby(ends, lambda x: x[1] == requests) if alone]
+    return max(runs, key=len, default=[])
 
 
 def read_again(prompts, kept, block):
@@ -538,7 +533,8 @@ def main(
         **(dict(memory=memory) if cache_gib is None else dict(gib=cache_gib)),
         **({} if pool is None else dict(bytes_per_token=pool.bytes * each)),
     )
-    gen, steps = torch.Generator().manual_seed(0), timed_steps(llm.llm_engine)
+    gen = torch.Generator().manual_seed(0)
+    steps = timed_steps(llm.llm_engine, lambda: 0 if pool is None else pool.tokens)
     draw = lambda n: torch.randint(3, 31000, (n,), generator=gen).tolist()
     for what, batch, tokens, new in shapes:
         prompts = []
@@ -600,18 +596,16 @@ def main(
         if tokens <= 8192:
             afresh()  # what is made on first use
         row(what="first token", **of, p50=afresh(), unit="s", n=1)
-        each, block = [], max(cache.block_size, 128)
-        for _ in range(5):
+        each, again, block = [], {}, max(cache.block_size, 128)
+        while len(each) < (3 if again else 5):  # a prompt that is read again takes its time
             steps.clear()
             kept = asked(prompts, new)[1]
-            each.append(each_step(steps))
             if why := read_again(prompts, kept, block):
-                break
-        if why:
-            row(what="not cached", **of, p50=kept, unit="tokens", why=why)
-            continue
+                again = dict(why=why)
+            each.append(each_step(decode_alone(steps, batch) if again else steps))
         each.sort()
-        row(what="token", **of, p50=each[2], p20=each[1], p80=each[3], unit="ms", n=5, new=new)
+        times = {f"p{q}": each[len(each) // 2 + i] for q, i in ((20, -1), (50, 0), (80, 1))}
+        row(what="token", **of, **times, unit="ms", n=len(each), new=new, **again)
         if profile and (what, batch, tokens, new) == shapes[-1]:
             profiled(run, os.path.join(profile, f"{kind}.txt"))
 

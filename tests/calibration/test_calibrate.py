@@ -38,6 +38,7 @@ from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.cache.disk import state_of
+from turboquant_nb.files import write_file
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rotation import make_rotation
 
@@ -648,8 +649,6 @@ def test_maps_that_a_store_cannot_take():
 
 def test_calibrations_come_back_and_others_do_not(tmp_path):
     "Truncated, changed anywhere, of another kind, missing."
-    from turboquant_nb.calibration import fold
-
     model, found = made("llama")
     path, bad = tmp_path / "c.safetensors", tmp_path / "bad"
     save_calibration(found, path)
@@ -688,19 +687,14 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
             ValueError, match="not a readable calibration|must have format|was changed"
         ):
             load_calibration(bad)
-    fold.save_fold(fold.fit_fold(model, texts()), bad)
+    write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
         load_calibration(bad)
     store, *_ = filled(KEYS["none"], torch.float32, n=350)
     store.save(bad)
     with pytest.raises(ValueError, match="is not a readable calibration"):
         load_calibration(bad)
-    for read in (
-        KVStore.load,
-        lambda p: TurboQuantCache.load(p, model),
-        load_compressed,
-        fold.load_fold,
-    ):
+    for read in (KVStore.load, lambda p: TurboQuantCache.load(p, model), load_compressed):
         with pytest.raises(ValueError, match="must have format"):
             read(path)
     for missing in (tmp_path / "none", tmp_path, "", "a/b/c"):
@@ -728,7 +722,7 @@ here, out = Path("."), {}
 config = torch.load("config", weights_only=False)
 for file in sorted(here.glob("*.saved")):
     transforms._registered.clear()  # of the file before
-    memory._shared.cache_clear(), memory._coder.cache_clear()
+    memory.shared_quantizer.cache_clear(), memory._coder.cache_clear()
     cache = file.name.startswith("cache") or file.name.startswith("static")
     reader = load_compressed if "compressed" in file.name else TurboQuantCache.load if cache else store.KVStore.load
     got = reader(file, config) if cache else reader(file)
@@ -737,7 +731,7 @@ for file in sorted(here.glob("*.saved")):
         x.append(k, v)
     out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *state_of(x.store if cache else x)[0].values())]
 transforms._registered.clear()
-memory._shared.cache_clear()
+memory.shared_quantizer.cache_clear()
 try:
     store.KVStore(got.recipe, 1, 2, 16)
 except ValueError as e:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LANES', 'BLOCK', 'GROWTH', 'CENTRES', 'block_sums', 'sum_blocks', 'ordered_sum', 'channel_sum', 'shrunk_mean',
            'prompt_mean', 'masked_mean', 'CosSinCache', 'shared_cos_sin', 'rows_at', 'Terms', 'Centre', 'NoCentre',
-           'PromptMean', 'PreRopeMean', 'register_centre', 'KnownMean']
+           'PromptMean', 'PreRopeMean', 'register_centre']
 
 # %% ../../nbs/16_centre.ipynb #07b61a2d
 from typing import NamedTuple
@@ -311,21 +311,3 @@ def register_centre(centre: Centre) -> Centre:
     """A centre that a `Spec` can name; the one registered before, if there is one of that name.
     Raises TypeError for what is no Centre."""
     return CENTRES.setdefault(checks.instance(centre, "centre", Centre).name, centre)
-
-# %% ../../nbs/16_centre.ipynb #90b8caa7
-class KnownMean(Centre):
-    "A mean that was found beforehand, taken out and given back as another centre does."
-
-    def __init__(
-        self,
-        name: str,
-        mean: Tensor,  # [H, d] of each head; before RoPE if `of` rotates
-        of: Centre,  # how it is subtracted
-    ):
-        self.name, self.mean, self.kind, self.rotates = name, mean, of.kind, of.rotates
-        self.at, self.query, self.output, self.refuses = of.at, of.query, of.output, of.refuses
-
-    def fit(self, x, start, skip, rows=None):
-        "The mean, whatever comes."
-        mean = self.mean.to(x.device, torch.bfloat16)[None, :, None]
-        return mean.expand(len(x), -1, -1, -1)
