@@ -44,9 +44,9 @@ difference of a logit and that of the `first` step, the logits' `deviation`, `al
 of equal tokens, and the largest `margin` between the two best logits where they are not equal.
 --filled BxT: caches filled by random states, from which calls go on, so without
 `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
---shared BxT: B sequences go on from one of T random states, by `copies` and by a `shared prefix`
-(batch_repeat_interleave); `held_bytes` after repeating, `repeat_ms` what that took. --layers N:
-a model of so many.
+--shared BxT: B sequences go on from one of T random states, by `copies` and by a
+`shared prefix` (batch_repeat_interleave); `held_bytes` after repeating, `repeat_ms` what that
+took. --layers N: a model of so many.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of
 kernels those of PyTorch's attention on codes; of replayed graphs those of eager steps; and no

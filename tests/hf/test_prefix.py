@@ -17,7 +17,10 @@ from turboquant_nb.kernels import prefix
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 GEN = torch.Generator().manual_seed(0)
-PROMPT, REST = torch.randint(1, 60, (1, 600), generator=GEN), torch.randint(1, 60, (3, 7), generator=GEN)
+PROMPT, REST = (
+    torch.randint(1, 60, (1, 600), generator=GEN),
+    torch.randint(1, 60, (3, 7), generator=GEN),
+)
 
 
 def begun(model, shared, recipe="k3v3", ids=PROMPT, times=3, **how):
@@ -109,8 +112,8 @@ def test_what_a_graph_reads_stays():
         made |= {id(x) for x in torch.utils._pytree.tree_leaves(out)}
     storages = {x.untyped_storage()._cdata: weakref.ref(x) for x in read if x.numel()}
     assert len(storages) > 40
-    captured.graph.calls, captured.graph.out, flat, args, kwargs, out, x = [], [], 0, 0, 0, 0, 0
-    del read
+    captured.graph.calls, captured.graph.out = [], []
+    del read, flat, args, kwargs, out
     gc.collect()
     gone = [ref for ref in storages.values() if ref() is None]
     assert not gone, len(gone)
@@ -120,7 +123,9 @@ def test_a_report_counts_once_what_is_held_once():
     model = tiny("llama")
     copies, shared = (begun(model, how) for how in (False, True))
     a, b = copies.report(), shared.report()
-    held = sum(t.nbytes for x in shared.layers for s in (x.store, x.prefix.store) for t in rows(s))
+    held = sum(
+        t.nbytes for x in shared.layers for s in (x.store, x.prefix.store) for t in rows(s)
+    )
     assert sum(b["per_layer"]) == held and b["values"] == a["values"]
     assert b["nbytes"] < 0.75 * a["nbytes"] and b["tokens"] == a["tokens"] == 600
     assert b["shared"]["tokens"] == 512 and b["shared"]["times"] == 3

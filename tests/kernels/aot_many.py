@@ -1,6 +1,6 @@
-"""Compile the kernel for many query rows for GPUs that are not there, in each form that it has,
-and print registers, spilled bytes and shared memory as JSON lines; run by test_many_rows.py in a
-process of its own, because the interpreter and the compiler exclude each other."""
+"""Compile the kernel for many query rows for GPUs that are not there, and print registers,
+spilled bytes and shared memory as JSON lines; run by test_many_rows.py in a process of its own,
+because the interpreter and the compiler exclude each other."""
 
 import json
 import sys

@@ -39,9 +39,7 @@ def asked(case, dtype=torch.float16, **rule):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "case, rule",
-    covering_pairs(CASES, [dict(), dict(softcap=5.0), dict(scaling=0.3)]),
-    ids=str,
+    "case, rule", covering_pairs(CASES, [dict(), dict(softcap=5.0), dict(scaling=0.3)]), ids=str
 )
 @torch.no_grad()
 def test_output_and_log_sum_are_those_of_the_reference(case, rule):
@@ -107,7 +105,7 @@ def test_forms_fit_the_shared_memory_that_there_is():
     reason="needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here",
 )
 def test_compiled_for_hopper_it_keeps_what_it_needs_in_registers():
-    "As at 32 sequences over one prefix: 128 rows, d 128, 3 bits, with a mean before RoPE or not."
+    "128 rows, d 128, 3 bits, with a mean before RoPE or not."
     wide, plain, ampere, ada = ahead_of_time(
         {}, dict(pairs=0), dict(capability=80), dict(capability=89), script="aot_many.py"
     )

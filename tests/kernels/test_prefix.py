@@ -1,5 +1,5 @@
-"""A prefix that sequences share, against the same sequences with copies of it: codes to the bit,
-attention to what sums in another order may differ."""
+"""A prefix that sequences share, against the same sequences with copies of it: codes to the
+bit, attention to what sums in another order may differ."""
 
 import pytest
 import torch
@@ -136,7 +136,10 @@ def test_rows_are_chosen_with_what_they_share():
     both.append(5)
     for order in ([1, 0, 2, 5, 5, 3], [3, 4, 0, 1], [4], [5, 1]):
         chosen = both.prefix.choose(len(order), order)
-        own, copies = prefix._with(both.own, 6, **tensors(both.own)), both.prefix.joined(both.own)
+        own, copies = (
+            prefix._with(both.own, 6, **tensors(both.own)),
+            both.prefix.joined(both.own),
+        )
         own.select(torch.tensor(order))
         copies.select(torch.tensor(order))
         same_stores(chosen.joined(own), copies)

@@ -141,7 +141,9 @@ def why_copies(self: TurboQuantLayer, times: int, pays: bool = True) -> str:
     if self.is_sliding:
         return "a sliding layer frees tokens"
     if self.latent or self.reader.deferred or not self.shares:
-        return "latents, keys of an index, and models that compute scores themselves have copies"
+        return (
+            "latents, keys of an index, and models that compute scores themselves have copies"
+        )
     if not self.on_codes:
         return "the model reads decoded keys"
     if not pays:
@@ -171,7 +173,7 @@ def batch_repeat_interleave(self: TurboQuantLayer, repeats: int, pays: bool = Tr
 def share(self: TurboQuantCache, times: int) -> None:
     """Repeat every row so often, and hold what rows have in common once wherever that can be:
     the least memory, though steps of few rows may take longer than on copies, which
-    `batch_repeat_interleave` makes where these are faster. `report()["shared"]` says what is."""
+    `batch_repeat_interleave` makes where these are faster. See `report()["shared"]`."""
     for x in self.layers:
         for group in getattr(x, "groups", ()):
             group.batch_repeat_interleave(times, False)

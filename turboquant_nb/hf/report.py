@@ -18,8 +18,8 @@ class Report(dict):
     prefill (exact), kernel, codes (PyTorch, or a processor's kernel), chunk (long chunks, block
     by block), dense (the past was decoded for another attention; why, and the cure, stand in
     "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
-    in "graphs" instead. "shared" is what repeated rows hold together, or why not. "backends" names what attended on codes, "reasons" says why not a
-    kernel; "coded" what coded."""
+    in "graphs" instead. "shared" is what repeated rows hold together, or why not. "backends"
+    names what attended on codes, "reasons" says why not a kernel; "coded" what coded."""
 
     def __str__(self):
         r = self

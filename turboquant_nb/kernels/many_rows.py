@@ -451,7 +451,7 @@ class Many(Backend):
         return store_reason(store)
 
     def run(self, call: Call) -> Answer:
-        "Raises ValueError for shapes that do not fit and, with the reason, for what is refused."
+        "Raises ValueError for what does not fit and, with the reason, for what is refused."
         kind = "many", call.rule, call.q.shape, call.q.stride(), call.q.dtype
         store, here = call.store, is_current(call.q.device)
         again = store.memo.get(kind) if here else None

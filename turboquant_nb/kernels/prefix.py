@@ -172,8 +172,7 @@ class Prefix:
     def joined(self, own: KVStore) -> KVStore:
         "The inverse of `share`: a store that holds all that its sequences do."
         own.complete()
-        n, tiles = self.tokens, self.tokens // self.store.tile
-        whole = {}
+        n, whole = self.tokens, {}
         for name in ("key", "value"):
             first, rest = getattr(self.store, name), getattr(own, name)
             many = lambda t: t.repeat_interleave(self.times, 0)
@@ -227,9 +226,7 @@ def apart(self: Prefix, call: Call) -> tuple:  # (on the store of the rest, on s
             mask = None
     columns = lambda x: None if x is None else fold(self, x.expand(*q.shape[:3], -1))
     backend = "torch" if rule.backend == "torch" else "auto"
-    alike = attention.shared_rule(
-        scaling=rule.scaling, softcap=rule.softcap, backend=backend
-    )
+    alike = attention.shared_rule(scaling=rule.scaling, softcap=rule.softcap, backend=backend)
     past = Call(alike, self.store, fold(self, q), mask=columns(mask), bias=columns(bias))
     later = lambda x: None if x is None else x[..., n:]
     first = None if call.first is None else 0
@@ -249,7 +246,9 @@ def attend(
     if rows <= _ROWS or backend == many_rows.Many.name:
         return ops.serve(call, backend)
     cut = lambda x, at: (
-        None if x is None else x.unflatten(1, (heads, rows))[:, :, at : at + _ROWS].flatten(1, 2)
+        None
+        if x is None
+        else x.unflatten(1, (heads, rows))[:, :, at : at + _ROWS].flatten(1, 2)
     )
     pieces = []
     for at in range(0, rows, _ROWS):

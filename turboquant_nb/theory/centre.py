@@ -124,14 +124,15 @@ class CosSinCache:
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
         )
         self._row = None, None  # position, and what `row` said of it
-        self._later = WeakValueDictionary()  # see `after`
 
     def after(self, tokens: int) -> "CosSinCache":
         "The one table, beside this, that begins so many positions (times 256) later."
-        found = self._later.get(tokens)
+        begin = self.begin + tokens
+        name = begin, self.inv_freq.device, *self.numbers
+        found = _SHARED_COS_SIN.get(name)
         if found is None:
-            begin = self.begin + tokens
-            found = self._later[tokens] = CosSinCache(self.inv_freq, self.numbers, begin)
+            found = CosSinCache(self.inv_freq, self.numbers, begin)
+            _SHARED_COS_SIN[name] = found
         return found
 
     def __deepcopy__(self, memo):
