@@ -23,6 +23,9 @@ os.environ |= {
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))
+from bench.models import GEMMA_4_31B, GPT_OSS_20B, told_by_layer
+
 LLAMA_8B = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
@@ -45,17 +48,13 @@ LLAMA_8B = dict(
 
 
 # every second layer has a window; experts in 4 bits, as published, all of whose weights are 0
-GPT_OSS_20B = dict(
+GPT_OSS = GPT_OSS_20B | dict(
     architectures=["GptOssForCausalLM"],
     model_type="gpt_oss",
     hidden_size=2880,
     intermediate_size=2880,
     num_hidden_layers=24,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=64,
     sliding_window=128,
-    num_local_experts=32,
     num_experts_per_tok=4,
     vocab_size=201088,
     max_position_embeddings=131072,
@@ -109,23 +108,12 @@ DEEPSEEK_V2_LITE = dict(
 )
 
 
-# five layers with a window and heads of 256 to one with heads of 512, whose values are the
-# projection of its keys; 12 of its 60 layers, which leave room for the cache
-GEMMA_4_31B = dict(
+# 12 of its 60 layers, which leave room for the cache
+GEMMA_4 = GEMMA_4_31B | dict(
     architectures=["Gemma4ForCausalLM"],
     model_type="gemma4_text",
-    hidden_size=5376,
-    intermediate_size=21504,
     num_hidden_layers=12,
-    num_attention_heads=32,
-    num_key_value_heads=16,
-    num_global_key_value_heads=4,
-    head_dim=256,
-    global_head_dim=512,
-    attention_k_eq_v=True,
-    sliding_window=1024,
     layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
-    hidden_size_per_layer_input=0,
     vocab_size=262144,
     max_position_embeddings=131072,
     torch_dtype="bfloat16",
@@ -136,13 +124,11 @@ GEMMA_4_31B = dict(
 
 MODELS = {
     "llama-8b": LLAMA_8B,
-    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-20b": GPT_OSS,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
-    "gemma-4-31b": GEMMA_4_31B,
+    "gemma-4-31b": GEMMA_4,
 }
 OWN_CHOICE = "deepseek-v2-lite", "gemma-4-31b"  # vLLM has several backends for them, and picks
-# newer releases of transformers keep what differs by layer where vLLM 0.26 does not look
-BY_LAYER = ("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v")
 
 SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed from a graph
 
@@ -186,8 +172,8 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
             "cudagraph_capture_sizes": sorted({n for n in SIZES if n < largest} | {largest}),
         },
     )
-    if wide := {name: MODELS[model][name] for name in BY_LAYER if name in MODELS[model]}:
-        of["hf_overrides"] = wide | dict(allow_global_per_layer_attribute_access=True)
+    if told := told_by_layer(MODELS[model]):
+        of["hf_overrides"] = told
     if found := re.fullmatch(OURS, kind):
         recipe, block, *exact = found.groups()[:4]
         given = {name: int(x or 0) for name, x in zip(("recent", "sinks"), exact)}

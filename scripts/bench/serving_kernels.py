@@ -215,7 +215,7 @@ def past_error(**of):
     rest = 1500 - 128
     k, v = torch.full((2, 1500, 2, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     past_cells(cache, plan, table[0, 1:], rest, k, v)
-    coded = read_cells(cache, plan.cell, table[0], 1500)
+    coded = read_cells(cache, plan, table[0], 1500)
     want = [q.decode_rotated(x)[:, 128:] for q, x in zip((plan.key, plan.value), coded)]
     return max(apart(x[:rest], y.transpose(0, 1)) for x, y in zip((k, v), want))
 

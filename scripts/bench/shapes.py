@@ -38,6 +38,7 @@ from bench.cases import DEVICE
 from bench.decode_kernel import fastest_dense
 from bench.generate import clean, noting, parts, put, states, step_of
 from bench.latents import times
+from bench.models import GEMMA_4_31B, GPT_OSS_20B
 from bench.timing import replayed, step_times
 from eval.architectures import EXACT, VOCAB, small
 from plan import Plan, seconds
@@ -63,31 +64,13 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "gpt-oss-20b": Model(
-        "GptOss",
-        24,
-        [SLIDES, FULL] * 2,
-        {SLIDES: 12, FULL: 12},
-        dict(num_local_experts=32, num_attention_heads=64, num_key_value_heads=8, head_dim=64),
-    ),
+    "gpt-oss-20b": Model("GptOss", 24, [SLIDES, FULL] * 2, {SLIDES: 12, FULL: 12}, GPT_OSS_20B),
     "gemma-4-31b": Model(
         "Gemma4",
         60,
         [SLIDES] * 5 + [FULL],
         {SLIDES: 50, FULL: 10},
-        dict(
-            hidden_size=5376,
-            intermediate_size=21504,
-            num_attention_heads=32,
-            num_key_value_heads=16,
-            num_global_key_value_heads=4,
-            head_dim=256,
-            global_head_dim=512,
-            attention_k_eq_v=True,
-            sliding_window=1024,
-            hidden_size_per_layer_input=0,
-            final_logit_softcapping=30.0,
-        ),
+        GEMMA_4_31B | dict(final_logit_softcapping=30.0),
     ),
     "qwen3.5-27b": Model(
         "Qwen3_5",

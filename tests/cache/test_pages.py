@@ -56,17 +56,12 @@ def test_any_order(n, kb, vb, gen):
     raw, cache = pool(c, 6, 2, gen)
     slots = torch.randperm(6 * n, generator=gen)[: 3 * n]
     k, v = torch.randn(3 * n, 2, 32, generator=gen), torch.randn(3 * n, 2, 48, generator=gen)
-    before = raw.clone()
+    before, both = raw.clone(), CellCodes(key, value, c)
     done = 0
     while done < len(slots):
         size = int(torch.randint(1, n + 2, (), generator=gen))
-        append_slots(
-            cache,
-            CellCodes(key, value, c),
-            k[done : done + size],
-            v[done : done + size],
-            slots[done : done + size],
-        )
+        now = slice(done, done + size)
+        append_slots(cache, both, k[now], v[now], slots[now])
         done += size
     for side, q, x in (("key", key, k), ("value", value, v)):
         want, layout = q.encode(x.transpose(0, 1)), getattr(c, side)
@@ -75,7 +70,9 @@ def test_any_order(n, kb, vb, gen):
             torch.zeros(2, 6 * n, dtype=torch.float16),
         )
         for block in range(6):
-            coded = read_cells(cache, c, torch.tensor([block]), n)[("key", "value").index(side)]
+            coded = read_cells(cache, both, torch.tensor([block]), n)[
+                ("key", "value").index(side)
+            ]
             codes[:, block * n : block * n + n], scale[:, block * n : block * n + n] = (
                 coded.codes,
                 coded.scale,

@@ -722,7 +722,7 @@ here, out = Path("."), {}
 config = torch.load("config", weights_only=False)
 for file in sorted(here.glob("*.saved")):
     transforms._registered.clear()  # of the file before
-    memory._shared.cache_clear(), memory._coder.cache_clear()
+    memory.shared_quantizer.cache_clear(), memory._coder.cache_clear()
     cache = file.name.startswith("cache") or file.name.startswith("static")
     reader = load_compressed if "compressed" in file.name else TurboQuantCache.load if cache else store.KVStore.load
     got = reader(file, config) if cache else reader(file)
@@ -731,7 +731,7 @@ for file in sorted(here.glob("*.saved")):
         x.append(k, v)
     out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *state_of(x.store if cache else x)[0].values())]
 transforms._registered.clear()
-memory._shared.cache_clear()
+memory.shared_quantizer.cache_clear()
 try:
     store.KVStore(got.recipe, 1, 2, 16)
 except ValueError as e:

@@ -176,10 +176,10 @@ def test_what_a_graph_reads_stays_with_it(trusting):
     for layer in (cache := new(model)).layers:
         layer.captured.hold_still = holding(layer.captured.hold_still)
     run(model, cache=cache)
-    table = weakref.ref(cache.layers[0].store.memo["plan"])
+    table = weakref.ref(cache.layers[0].store.plans["read"])
     del cache, layer
     gc.collect()
-    assert table() is not None and "plan" not in _KEPT[model].stores[0].memo
+    assert table() is not None and "read" not in _KEPT[model].stores[0].plans
     release(model)
     gc.collect()
     assert table() is None
@@ -190,7 +190,7 @@ def holding(own):
 
     def hold(layer):
         own(layer)
-        layer.store.memo["plan"] = Plan()
+        layer.store.plans["read"] = Plan()
 
     return hold
 

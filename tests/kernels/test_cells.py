@@ -593,7 +593,7 @@ def test_windows_of_a_past(key, value, d, n, gen):
     table = torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
     out = torch.full((2, 2 * n, 1, d), torch.nan, device=DEVICE)
     past_cells(cache, plan, table, 2 * n - 7, *out)
-    for got, side, coded in zip(out, sides, read_cells(cache, plan.cell, table, 2 * n - 7)):
+    for got, side, coded in zip(out, sides, read_cells(cache, plan, table, 2 * n - 7)):
         want = side.decode_rotated(coded).transpose(0, 1)
         torch.testing.assert_close(got[: 2 * n - 7], want, rtol=1e-6, atol=1e-7)
         assert got[2 * n - 7 :].isnan().all()
@@ -622,7 +622,7 @@ def test_wide_heads(d, heads, group, gen):
     assert (mine != theirs).sum() <= 2e-3 * (theirs != cache).sum() and (mine != cache).any()
     out = torch.full((2, 100, heads, d), torch.nan, device=DEVICE)
     past_cells(theirs, plan, table[0], 100, *out)
-    coded = read_cells(theirs, plan.cell, table[0], 100)
+    coded = read_cells(theirs, plan, table[0], 100)
     for got, side, x in zip(out, (plan.key, plan.value), coded):
         want = side.decode_rotated(x).transpose(0, 1)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)

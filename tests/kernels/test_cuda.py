@@ -799,6 +799,17 @@ def test_weights_on_the_processor_and_the_cache_on_the_gpu():
     assert all(p.device.type == "meta" for p in away.model.layers.parameters())
 
 
+def test_slots_of_a_ring_are_each_streams_own():
+    "A stream does not wait for what another one makes, so it reads what it made itself."
+    from turboquant_nb.cache.exact import ring_slots
+
+    here = ring_slots(3, 5, 4, torch.device("cuda", 0))
+    with torch.cuda.stream(torch.cuda.Stream(0)):
+        there = ring_slots(3, 5, 4, torch.device("cuda", 0))
+    assert here is ring_slots(3, 5, 4, torch.device("cuda", 0)) and here is not there
+    assert here.tolist() == there.tolist() == [3, 0, 1, 2, 3]
+
+
 def test_a_store_on_another_gpu_than_the_current_one():
     """A model over several GPUs: the first chunk, short appends, drafts, chunks and their
     repeats run where the states are, not on PyTorch's current GPU."""

@@ -35,6 +35,9 @@ os.environ |= {
 os.environ |= {} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"}
 
 import transformers
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+from bench.models import told_by_layer
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -248,7 +251,7 @@ def watch():
     "Keep the exact states of every slot, and compare each output with them."
     from turboquant_nb.cache.pages import read_cells
     from turboquant_nb.quant.quantizer import Coded, decode
-    from turboquant_nb.serving import vllm as ours
+    from turboquant_nb.serving import vllm_pages as ours
     from turboquant_nb.serving.vllm import Impl
     from turboquant_nb.serving.vllm_latents import CodedLatents
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -282,7 +285,7 @@ def watch():
             return output
         step, n, group = meta.step, kv_cache.shape[2], self.num_heads // self.num_kv_heads
         seen["shared"] += self.shared is not None
-        layers = ours._engine_config().compilation_config.static_forward_context
+        layers = ours.engine_config().compilation_config.static_forward_context
         shadow = (layers[self.shared].impl if self.shared else self).shadow
         seen["all"] += 1
         if (
@@ -302,7 +305,7 @@ def watch():
         seen["learnt"] += self.logits is not None
         latent = isinstance(self.layer, CodedLatents)
         seen["latents"] += latent
-        seen["split"] += (ours.Backend.pages.tokens if ours.Backend.pages else n) > n
+        seen["split"] += (ours.PageBackend.pages.tokens if ours.PageBackend.pages else n) > n
         window, sinks, (key, value) = (
             self.config.recent,
             self.firsts,
@@ -320,9 +323,7 @@ def watch():
                 row[t // n].long() * n + t % n,
                 max(0, length - (b - a) - window - first),
             )  # tokens whose codes are read
-            held = read_cells(
-                kv_cache, codes.cell, row, first + past, (key.scale_dtype, value.scale_dtype)
-            )
+            held = read_cells(kv_cache, codes, row, first + past)
             sides = []
             for x, q, stored, mean in zip(shadow, (key, value), held, (center, None)):
                 exact = x[slots].transpose(0, 1)  # [H, T, d]
@@ -373,8 +374,7 @@ def watch():
 
 
 def by_layer(folder):
-    """What vLLM 0.26 is told of a model whose heads differ by layer: newer releases of
-    transformers keep that where it does not look."""
+    "What an engine must be told of a model whose heads differ by layer."
     import vllm
 
     config = json.loads((Path(folder) / "config.json").read_text())
@@ -382,8 +382,8 @@ def by_layer(folder):
     if not wide or int(vllm.__version__.split(".")[1]) >= 32:
         return {}
     heads = dict(global_head_dim=512, num_global_key_value_heads=wide["num_key_value_heads"])
-    more = dict(allow_global_per_layer_attribute_access=True)
-    return dict(hf_overrides=more | heads | dict(attention_k_eq_v=config["attention_k_eq_v"]))
+    heads["attention_k_eq_v"] = config["attention_k_eq_v"]
+    return dict(hf_overrides=told_by_layer(heads))
 
 
 def engine(folder, blocks=64, of=None, **more):
@@ -627,13 +627,13 @@ def states(folder):
 def sizes(folder, make=gemma_4):
     """Codes, 24 recent and 4 first tokens where layers have heads of two sizes and numbers, in
     pages of one size: of twice as many tokens in those with fewer bytes."""
-    from turboquant_nb.serving import vllm as ours
+    from turboquant_nb.serving import vllm_pages as ours
 
     llm = engine(make(folder / "gemma_4"), 600, of=dict(recent=24, sinks=4))
     prompts, cached = random_prompts(300, 130, 40), []
     for batch in (prompts, [prompts[1] + prompts[0][:70]]):
         cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
-    pages = ours.Backend.pages
+    pages = ours.PageBackend.pages
     return dict(cached=cached, pages={n: pages.tokens_of(n) for n in sorted(pages.sizes)})
 
 

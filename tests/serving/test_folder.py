@@ -17,7 +17,7 @@ from turboquant_nb.cache.codec import CODES, HEADER, Reader, Writer
 from turboquant_nb.quant.calibration import Calibration
 from turboquant_nb.serving import folder
 from turboquant_nb.serving.folder import FORMAT, Records, seed_reason, weights_of
-from turboquant_nb.serving.vllm import TIER, connector_reasons
+from turboquant_nb.serving.refusals import TIER, connector_reasons
 
 ABOUT, N = dict(recipe="k3v3", weights="w", engine="vllm 1"), 3000
 KEY, OTHER = bytes(range(36)), bytes(36)

@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from turboquant_nb.kernels import cells, work
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.serving import step, vllm
+from turboquant_nb.serving import step, vllm, vllm_pages
 from turboquant_nb.serving.step import (
     CodedAttention,
     LayerMemory,
@@ -68,7 +67,7 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     layer = CodedAttention(codes, G * H, H, rule, kernels=True)
     if CUDA:
         layer.prepare(torch.float32, recent=window, sinks=sinks)
-    assert layer.served_by == ("fragments" if CUDA else "portable")
+    assert bool(layer.plan.refuses("fragments")) != CUDA
     cache = codes.cell.empty(14, H, DEVICE).zero_()
     assert cache[0, 0].numel() == n * config.bytes_per_token(D)
     tables = torch.randperm(12, generator=gen).int().view(4, 3)
@@ -206,12 +205,12 @@ def test_an_engine_that_is_gone_is_not_kept(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.config", said)
     impl = vllm.Impl.__new__(vllm.Impl)
     impl.engine = SimpleNamespace(layers=[impl])
-    monkeypatch.setattr(vllm, "_made_last", [weakref.ref(impl)])
-    assert vllm._engine_config() is impl.engine
+    vllm_pages.made_by(impl)
+    assert vllm_pages.engine_config() is impl.engine
     del impl
     gc.collect()
     with pytest.raises(ValueError, match="before it made a layer"):
-        vllm._engine_config()
+        vllm_pages.engine_config()
 
 
 @pytest.mark.parametrize("window", (None, 100))
@@ -224,7 +223,7 @@ def test_an_engine_is_prepared_for_its_own_pages(window, monkeypatch):
     monkeypatch.setattr(step, "append_recent", lambda pages, *a, **k: near.append(pages))
     monkeypatch.setattr(CodedAttention, "_decode", lambda *a, **k: None)
     monkeypatch.setattr(vllm, "CodedAttention", partial(CodedAttention, kernels=True))
-    monkeypatch.setattr(vllm.Backend, "pages", vllm.Pages(128, frozenset()))
+    monkeypatch.setattr(vllm_pages.PageBackend, "pages", vllm_pages.Pages(128, frozenset()))
     impl = vllm.Impl.__new__(vllm.Impl)
     impl.config, impl.window, impl.firsts = config, window, 0 if window else config.sinks
     impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = G * H, H, D, D**-0.5

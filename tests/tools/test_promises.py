@@ -134,7 +134,7 @@ def test_what_is_compared_by_value_and_what_cannot_be_changed():
 def test_shared_tables_can_be_used_in_any_mode():
     """What is made once and kept must not be an inference tensor, whoever asks first: autograd
     and in-place writes would fail for all others."""
-    from turboquant_nb.cache.memory import _shared, _slots, _truncated
+    from turboquant_nb.cache.memory import _slots, _truncated, shared_quantizer
     from turboquant_nb.theory.qjl import sketch_matrix
 
     slots = _slots.__wrapped__
@@ -153,6 +153,6 @@ def test_shared_tables_can_be_used_in_any_mode():
         made += [
             rotations.make_rotation(kind, 44, 77).matrix for kind in ("haar", "hadamard")
         ] + [rotations.hadamard_matrix.__wrapped__(44)]
-        q = _shared(Spec(3, seed=77), 44, torch.device("cpu"))
+        q = shared_quantizer(Spec(3, seed=77), 44, torch.device("cpu"))
         made += [q.rotation.matrix, q.codebook.levels, *_truncated(q).code.tables]
     assert not any(t.is_inference() for t in made)

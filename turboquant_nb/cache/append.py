@@ -14,6 +14,7 @@ from torch import Tensor
 from .clock import check_states
 from .exact import _plain
 from .memory import Part
+from ..quant.quantizer import encode
 from ..theory.centre import BLOCK, block_sums, rows_at, sum_blocks
 from ..theory.transforms import pair_scales
 
@@ -94,7 +95,7 @@ def _encoded(store, states, means, names) -> list:
     first, last, out = store.length, store.length + states[0].shape[2], []
     for part, x, mean, name in zip(store.parts, states, means, names):
         rows = angles(store, first, last) if part.q.centre.rotates else None
-        out.append(part.q.encode(x, part.q.centre.at(mean, rows), name))
+        out.append(encode(part.q, x, part.q.centre.at(mean, rows), name))
     return out
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .exact import _ring_slots
+from .exact import ring_slots
 from .memory import Part, _coder
 from ..files import Saved
 from ..quant.quantizer import Coded, code_rows, residual_rows
@@ -97,7 +97,7 @@ class HostClock:
         "(first position that is held as recent, slots of the ring from there on)."
         recent, first = store.recipe.recent, max(0, self.exact_from(store))
         count = store.length - first
-        return first, _ring_slots(first % max(recent, 1), count, recent, store.device)
+        return first, ring_slots(first % max(recent, 1), count, recent, store.device)
 
     def forget(self, store, length: int) -> None:
         """Before a store goes back to `length` tokens: slots of the ring that later tokens took

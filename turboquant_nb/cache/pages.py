@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CellField', 'CellLayout', 'CellCodes', 'append_slots', 'read_cells', 'Requests', 'Exact', 'attend_cells', 'Recent',
-           'store_recent', 'sink_origins']
+           'recent_block', 'exact_states', 'store_recent', 'sink_origins']
 
 # %% ../../nbs/34_pages.ipynb #34a00007
 from dataclasses import dataclass, replace
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import checks
 from .attention import Rule, dense_attention, with_sinks
-from .packing import SLOT, Layout, quarter_bytes, unpack
+from .memory import Memory
+from .packing import Layout
 from ..quant.quantizer import Coded, Quantizer, decode
 
 # %% ../../nbs/34_pages.ipynb #34a0000b
@@ -194,26 +195,24 @@ class CellCodes:
         "The fields of all cells, by name."
         return self.cell.views(cache, (self.key.scale_dtype, self.value.scale_dtype))
 
+    def memories(self, cache: Tensor) -> list:
+        """Keys and values of a pool, each as the `Memory` of one sequence whose tiles are the
+        blocks: a slot is a position in it."""
+        views, out = self.views(cache), []
+        for side, q, along in (("key", self.key, "channel"), ("value", self.value, "token")):
+            memory = Memory(q.code, along, self.cell.tokens)
+            mine = (x.transpose(0, 1)[None] for name, x in views.items() if side in name)
+            memory.tensors = dict(zip(memory.names, mine))
+            out.append(memory)
+        return out
+
     def read(self, cache: Tensor, table: Tensor, tokens: int) -> list:
         "The first tokens of a sequence, decoded: keys [H, tokens, d_key] and values."
-        sides = self.key, self.value
-        coded = read_cells(cache, self.cell, table, tokens, [q.scale_dtype for q in sides])
-        keys, values = (decode(q, c).to(cache.device) for q, c in zip(sides, coded))
+        coded = zip((self.key, self.value), read_cells(cache, self, table, tokens))
+        keys, values = (decode(q, c).to(cache.device) for q, c in coded)
         return [keys if self.center is None else keys + self.center[:, None], values]
 
 # %% ../../nbs/34_pages.ipynb #34a00015
-def _bits(side: Layout, codes: Tensor, quarter: int) -> list:
-    "What tokens [n, H, d] contribute to the bytes of each plane, [n, H, bytes of a row]."
-    out = quarter_bytes(codes, side, quarter)
-    return [p if side.along == "channel" else p.transpose(-1, -2) for p in out]
-
-
-def _rows(plane: Tensor, side: Layout) -> Tensor:
-    """A plane of all cells with rows of bytes in the third place, [blocks, H, N/4, bytes of a
-    row]."""
-    return plane if side.along == "channel" else plane.transpose(-1, -2)
-
-
 def append_slots(
     cache: Tensor,  # [blocks, H, N, C] uint8, changed in place
     codes: CellCodes,
@@ -224,7 +223,7 @@ def append_slots(
     """Code tokens and put them into their slots, in any order. Raises TypeError/ValueError for
     slots that repeat or lie outside, and as `Quantizer.encode` does; nothing is written
     then."""
-    cell, views = codes.cell, codes.views(cache)
+    cell, memories = codes.cell, codes.memories(cache)
     checks.shape(checks.integers(slots, "slots"), "slots", "tokens")
     for name, x, d in (("k", k, cell.d_key), ("v", v, cell.d_value)):
         checks.shape(x, name, len(slots), cache.shape[1], d)
@@ -238,42 +237,30 @@ def append_slots(
         q.encode(x[kept].transpose(0, 1), name=name)
         for q, x, name in ((codes.key, codes.centred(k), "k"), (codes.value, v, "v"))
     ]
-    block, token = at // cell.tokens, at % cell.tokens
-    rows = cell.tokens // 4
-    for side, c in zip(("key", "value"), coded):
-        layout, codes = getattr(cell, side), c.codes.transpose(0, 1)
-        views[f"{side} scale"][block, :, token] = c.scale.transpose(0, 1)
-        for quarter in range(4):
-            mine = (token // rows == quarter).nonzero()[:, 0]
-            where = block[mine], slice(None), token[mine] % rows
-            new = _bits(layout, codes[mine][:, :, None], quarter)
-            for i, bits in enumerate(new):
-                plane = _rows(views[f"{side} {i}"], layout)
-                plane[where] = plane[where] & (255 - (3 << SLOT[quarter])) | bits[:, :, 0]
+    quarters, fits = at % cell.tokens // (cell.tokens // 4), at.new_ones(1, dtype=torch.bool)
+    for quarter in range(4):
+        mine = (quarters == quarter).nonzero()[:, 0]
+        for memory, c in zip(memories, coded):
+            new = Coded(c.codes[None, :, mine], c.scale[None, :, mine])
+            memory.write_at(new, at[mine], fits)
 
 # %% ../../nbs/34_pages.ipynb #34a00017
 def read_cells(
     cache: Tensor,  # [blocks, H, N, C] uint8
-    cell: CellLayout,
+    codes: CellCodes,
     table: Tensor,  # [n] blocks of a sequence, in the order of its tokens
     tokens: int,  # how many to read
-    scale_dtypes: tuple = (torch.float16, torch.float16),
-) -> tuple:  # (Coded keys, Coded values): codes [H, tokens, d], scale [H, tokens]
+) -> list:  # [Coded keys, Coded values]: codes [H, tokens, d], scale [H, tokens]
     """Codes and scales of the first tokens of a sequence. Raises ValueError if the table is too
     short."""
-    views, count = cell.views(cache, scale_dtypes), -(-tokens // cell.tokens)
+    n = codes.cell.tokens
+    count = -(-tokens // n)
     if count > len(table):
         raise ValueError(f"{tokens} tokens need {count} blocks, the table has {len(table)}")
-    blocks, out = table[:count].long(), []
-    for side in ("key", "value"):
-        layout = getattr(cell, side)
-        planes = [
-            views[f"{side} {i}"][blocks].transpose(0, 1)
-            for i in range(len(layout.plane_shapes))
-        ]
-        scale = views[f"{side} scale"][blocks].transpose(0, 1).flatten(1)
-        out.append(Coded(unpack(planes, layout, tokens), scale[:, :tokens]))
-    return tuple(out)
+    t = torch.arange(tokens, device=table.device)
+    slots = table[t // n].long() * n + t % n
+    found = [memory.read_at(slots[None].to(cache.device)) for memory in codes.memories(cache)]
+    return [Coded(x.codes[0], x.scale[0]) for x in found]
 
 # %% ../../nbs/34_pages.ipynb #34a00020
 class Requests(NamedTuple):
@@ -410,6 +397,38 @@ class Recent:
         parts = iter(states.split([n for both in counts for n in both]))
         sides = lambda x: (x[..., :d_key], x[..., d_key:])
         return [(sides(next(parts)), sides(next(parts))) for _ in counts]
+
+
+def recent_block(nbytes: int, numbers: int, itemsize: int, sinks: int = 0) -> int:
+    """Recent tokens of so many numbers that fit into a cell's bytes beside first ones: a power
+    of two, which divides the bytes. Raises ValueError where none does."""
+    fit = nbytes // (numbers * itemsize)
+    if fit <= sinks:
+        raise ValueError(
+            f"a cell of {nbytes:,} bytes has room for {fit} exact tokens of "
+            f"{numbers * itemsize:,} bytes: not for {sinks} first tokens and a recent one; "
+            "take larger blocks or fewer first tokens"
+        )
+    stored = nbytes // itemsize
+    return min(1 << (fit - sinks).bit_length() - 1, stored & -stored)
+
+
+def exact_states(
+    pages: Tensor,  # [blocks, H, n, bytes] uint8, a head's bytes side by side
+    sinks: int,  # first tokens, behind the n recent ones
+    numbers: int,  # of a token
+    dtype: torch.dtype,
+) -> Tensor:  # [blocks, H, n + sinks, numbers]
+    "Exact states in the bytes of pages. Raises ValueError where a page has no room for them."
+    count, heads, n, each = pages.shape
+    have, need = n * each // dtype.itemsize, (n + sinks) * numbers
+    if have < need:
+        raise ValueError(
+            f"a head has {have:,} numbers in a page, no room for {n} recent and {sinks} first "
+            f"tokens with {numbers} numbers each"
+        )
+    rows = pages.view(count, heads, n * each).view(dtype)
+    return rows[:, :, :need].unflatten(2, (n + sinks, numbers))
 
 
 def store_recent(

@@ -23,7 +23,7 @@ from turboquant_nb.cache.append import (
     prompt_pair_scales,
 )
 from .clock import DeviceClock, HostClock, check_states, flags_of
-from .exact import Ranges, Tail, _plain, _ring_slots
+from .exact import Ranges, Tail, _plain, ring_slots
 from .memory import Part, placed
 from .packing import TILE
 from ..quant.mixed_precision import find_code
@@ -151,6 +151,12 @@ class KVStore:
                 self._memo_rows = rows
                 self.changed()
         return self._memo
+
+    @property
+    def plans(self) -> dict:
+        """Of `memo` what holds tables that kernels read beside this store's tensors: who
+        captures a step keeps it."""
+        return self.memo.setdefault("plans", {})
 
     # --- appending
 
@@ -476,7 +482,7 @@ def _restore_ring(store, tail: Tail) -> None:
     store."""
     recent = store.recipe.recent
     n = min(store.length - tail.first, recent)
-    slots = _ring_slots((store.length - n) % max(recent, 1), n, recent, store.device)
+    slots = ring_slots((store.length - n) % max(recent, 1), n, recent, store.device)
     for part, x in zip(store.parts, (tail.key, tail.value)):
         part.exact.recent.index_copy_(2, slots, x[:, :, x.shape[2] - n :].to(store.device))
 

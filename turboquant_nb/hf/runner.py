@@ -166,10 +166,6 @@ class _States:
             mine.copy_(value)
 
 
-# of what calls remember: the tables that kernels read beside a store's tensors
-_TABLES = "plan", "append plan", "latent bases"
-
-
 @dataclass
 class _Captured:
     """A step that can be replayed, and the tensors through which it gets its arguments and
@@ -557,7 +553,7 @@ class StepRunner:
             out = captured.graph.capture(run, kept)
         finally:
             captured.states.put()
-        captured.tables = [s.memo.get(name) for s in stores for name in _TABLES]
+        captured.tables = [dict(s.plans) for s in stores]
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
         captured.tails = [
             (out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))

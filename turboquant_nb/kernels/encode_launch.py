@@ -442,7 +442,7 @@ def _shared_plan(qs: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
 
 def _plan(store: KVStore) -> _AppendPlan:
     "The plan of a store. Raises ValueError, with the reason, where the kernel cannot serve it."
-    plan = store.memo.get("append plan")
+    plan = store.plans.get("append")
     if plan is None:
         qs, r = [side.q for side in store.parts], store.recipe
         rows = store.batch * store.heads
@@ -451,7 +451,7 @@ def _plan(store: KVStore) -> _AppendPlan:
         rope = 0 if store.rope_table is None else store.rope_table.shape[1]
         sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
         plan = _shared_plan(tuple(qs), store.dtype, store.device, sizes)
-        store.memo["append plan"] = plan
+        store.plans["append"] = plan
         if (
             store.clock.fixed
         ):  # a capture finds its own plan ready, and a graph its tables alive

@@ -30,7 +30,7 @@ from turboquant_nb.kernels.latents import (
     read_latents,
     rotate_back,
     rotated_queries,
-    side_reason,
+    sides_reason,
 )
 from .launch import tensor_core_reason
 
@@ -38,19 +38,15 @@ from .launch import tensor_core_reason
 def latent_reason(plan: CellPlan) -> str:
     "Why the kernels for latents cannot read cells; empty if they can."
     if "latent reason" not in plan.memo:
-        plan.memo["latent reason"] = _reason(plan)
+        why = sides_reason(plan.key, plan.value)
+        if not why and plan.center is not None:
+            why = "a centre of latents is not supported"
+        if not why and plan.cell.tokens < 64:
+            why = f"blocks must have 64, 128 or 256 tokens, got {plan.cell.tokens}"
+        plan.memo["latent reason"] = why or (
+            "" if is_interpreted() else tensor_core_reason(plan.device)
+        )
     return plan.memo["latent reason"]
-
-
-def _reason(plan: CellPlan) -> str:
-    sides = ("latents", 512, plan.key), ("rotary parts", 128, plan.value)
-    if why := "; ".join(filter(None, (side_reason(*side) for side in sides))):
-        return why
-    if plan.center is not None:
-        return "a centre of latents is not supported"
-    if plan.cell.tokens < 64:
-        return f"blocks must have 64, 128 or 256 tokens, got {plan.cell.tokens}"
-    return "" if is_interpreted() else tensor_core_reason(plan.device)
 
 
 def _bases(plan: CellPlan) -> Bases:

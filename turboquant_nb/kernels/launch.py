@@ -102,13 +102,13 @@ def _shared_plan(sides: tuple, tile: int, device) -> Plan:
 
 def _plan_of(store: KVStore) -> Plan:
     "The plan of a store."
-    plan = store.memo.get("plan")
+    plan = store.plans.get("read")
     if plan is None:
         sides = tuple((side.q, not side.memory.truncated_tiles) for side in store.parts)
         plan = _shared_plan(sides, store.tile, store.device)
         angles = None if plan.why else _angles_of(store)
         padded = store.clock.fixed or any(store.ranges.starts)  # a graph must see later changes
-        plan = store.memo["plan"] = plan._replace(padded=padded, angles=angles)
+        plan = store.plans["read"] = plan._replace(padded=padded, angles=angles)
     return plan
 
 # %% ../../nbs/44_launch.ipynb #d6eb63e7

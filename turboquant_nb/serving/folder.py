@@ -24,7 +24,8 @@ from .. import checks
 from ..cache.codec import CODES, END, Reader, Writer
 from ..files import beside, digest
 from .step import ServingConfig
-from .vllm import TIER, _engine_config, options_of
+from .refusals import TIER
+from .vllm_pages import engine_config, options_of
 
 try:
     import vllm
@@ -360,7 +361,7 @@ class FolderTier(SecondaryTierManager):
         **more,  # what vLLM adds in its newer versions
     ):
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
-        config = _engine_config()
+        config = engine_config()
         algorithm = config.cache_config.prefix_caching_hash_algo
         fixed, seed = FIXED is not None, os.environ.get("PYTHONHASHSEED")
         if why := seed_reason(algorithm, fixed, seed):

@@ -19,16 +19,11 @@ from ..cache.pages import CellCodes, Exact
 from ..hf.latents import Expansion
 from ..kernels.cell_attention import Launching, Room
 from ..kernels.latent_cells import decode_latents, latent_reason
-from ..kernels.latents import form_of, side_reason
+from ..kernels.latents import sides_reason
 from . import vllm as ours
 from .step import CodedAttention, States, dense
-from turboquant_nb.serving.vllm import (
-    AttentionBackend,
-    Backend,
-    Impl,
-    RecentBackend,
-    name_recent,
-)
+from .vllm import Backend, Impl, name_recent
+from .vllm_pages import AttentionBackend, PageBackend, RecentBackend
 
 # %% ../../nbs/reference/77c_vllm_latents.ipynb #77c10008
 class CodedLatents(CodedAttention):
@@ -49,15 +44,6 @@ class CodedLatents(CodedAttention):
         self.d_out = up.value.shape[1]
         if self.plan is not None and (why := latent_reason(self.plan)):
             raise ValueError(f"no kernel reads these latents: {why}")
-
-    @property
-    def served_by(self) -> str:
-        'As of `CodedAttention`; "portable": by tiles in shared memory.'
-        if self.plan is None:
-            return "oracle"
-        sizes, device = (self.plan.cell.d_key, self.plan.cell.d_value), self.plan.device
-        form = form_of(*sizes, self.expansion().key.dtype, device)
-        return "fragments" if form.fragments else "portable"
 
     def _absorbed(self, states: States, out: Tensor, attend) -> None:
         "Queries of latents are attended to by what is called, sums of latents become outputs."
@@ -173,9 +159,8 @@ class LatentImpl(Impl):
         reasons = latent_reasons(self.config, *more)
         if not self.latent[1]:
             return [*reasons, "latents without rotary parts"]
-        key, value, _ = ours._quantizers(self.config, *self.latent, torch.device("cpu"))
-        sides = ("latents", 512, key), ("rotary parts", 128, value)
-        return reasons + [why for side in sides if (why := side_reason(*side))]
+        why = sides_reason(*self.config.quantizers(*self.latent, "cpu"))
+        return [*reasons, why] if why else reasons
 
     def _attention(self, codes: CellCodes, rule: Rule, gpu: bool) -> CodedLatents:
         owner, flash = self.owner, _padded_flash if gpu else dense
@@ -220,9 +205,9 @@ def _padded_flash(q, k, v, seen, scaling: float, softcap: float | None = None) -
     """vLLM's own attention kernel, for values that have fewer channels than keys: version 3
     takes such of 97 to 128 beside keys of 129 to 192, the others want as many."""
     d, size = v.shape[2], q.shape[2]
-    if not (ours._flash_kernel()[1] == 3 and 128 < size <= 192 and 96 < d <= 128):
+    if not (ours.flash_kernel()[1] == 3 and 128 < size <= 192 and 96 < d <= 128):
         v = F.pad(v, (0, size - d))
-    out, lse = ours._flash(q, k, v, seen, scaling, softcap)
+    out, lse = ours.flash_of_vllm(q, k, v, seen, scaling, softcap)
     return out[..., :d], lse
 
 
@@ -244,7 +229,7 @@ def _with_latents(old):
         from vllm.config import get_current_vllm_config
 
         chosen = getattr(get_current_vllm_config().attention_config.backend, "name", None)
-        if Backend.name != "CUSTOM" or chosen == "CUSTOM":
+        if PageBackend.name != "CUSTOM" or chosen == "CUSTOM":
             if reasons := layer_kind_reasons(type(self).__name__, kwargs):
                 raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
             kwargs["attn_backend"] = LatentBackend
@@ -267,4 +252,4 @@ def register() -> None:
         MLAAttention.__init__ = _with_latents(MLAAttention.__init__)
     old = MLAAttention.get_kv_cache_spec
     if not hasattr(AttentionBackend, "customize_spec") and not hasattr(old, "of_cells"):
-        MLAAttention.get_kv_cache_spec = ours._spec_of_cells(old)
+        MLAAttention.get_kv_cache_spec = ours.spec_of_cells(old)

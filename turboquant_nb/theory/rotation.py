@@ -233,6 +233,8 @@ class Rotation(Transform):
         "R x for x [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
         return _times(x, self.matrix.T, self, "x")
 
+    query = apply  # an orthogonal matrix reads as it codes
+
     def inverse(self, y: Tensor) -> Tensor:
         """Rᵀ y for y [..., d] of any float dtype, as a new float32 tensor accumulated in
         float32."""
