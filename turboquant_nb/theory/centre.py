@@ -113,8 +113,9 @@ GROWTH = 256  # positions by which a table of angles grows
 class CosSinCache:
     "Cosines and sines of RoPE's angles on one device, position by position."
 
-    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None):
+    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None, begin: int = 0):
         self.inv_freq = inv_freq  # [r/2] fp32
+        self.begin = begin  # position of the first row
         self.numbers = numbers or tuple(inv_freq.tolist())  # the same on the host
         # channel pairs that rotate: those behind them have frequency 0, as in Gemma 4
         self.rotating = max((i + 1 for i, f in enumerate(self.numbers) if f), default=1)
@@ -123,6 +124,15 @@ class CosSinCache:
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
         )
         self._row = None, None  # position, and what `row` said of it
+        self._later = WeakValueDictionary()  # see `after`
+
+    def after(self, tokens: int) -> "CosSinCache":
+        "The one table, beside this, that begins so many positions (times 256) later."
+        found = self._later.get(tokens)
+        if found is None:
+            begin = self.begin + tokens
+            found = self._later[tokens] = CosSinCache(self.inv_freq, self.numbers, begin)
+        return found
 
     def __deepcopy__(self, memo):
         return self  # copies share it too
@@ -132,7 +142,7 @@ class CosSinCache:
         have, need = len(self.table), -(-tokens // GROWTH) * GROWTH
         if need > have:
             with torch.inference_mode(False), torch.no_grad():
-                t = torch.arange(have, need, device=self.inv_freq.device)
+                t = torch.arange(have, need, device=self.inv_freq.device) + self.begin
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
         return self.table
 
