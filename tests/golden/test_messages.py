@@ -16,7 +16,7 @@ GONE: dict[str, str] = {
     "{}.{} must be {} of shape {}, got {}": "by one name that holds both: key.plane0",
     "/{} needs a file: /{} talk.safetensors": "such files are no safetensors",
     "{}: layer {} decodes to other tensors than were saved": "checksums are of what is written",
-    "calibration/fold": "head transforms of the same text lose less (page 91)",
+    "calibration/fold": "head transforms of the same text lose less, everything coded (91)",
     "--text {}: it is empty": "of a fold; calibrate says that the text gives no window",
     "{} {}: it takes {} bytes, and {} are free there": "of a fold, which wrote a checkpoint",
     "data must be [rows, a multiple of 20 bytes], got {}": "of what chapter 80 alone shows",
