@@ -35,9 +35,6 @@ class Entry(NamedTuple):
 
 EXPERIMENTS = {
     # --- what takes time
-    "encode": Entry(
-        "bench.encode", "vectors coded per second by PyTorch", "--vectors 3000 --repeat 1"
-    ),
     "encode_kernel": Entry(
         "bench.encode_kernel", "the fused kernel that codes keys and values", needs="GPU"
     ),
@@ -77,16 +74,10 @@ EXPERIMENTS = {
     "serving_kernels": Entry(
         "bench.serving_kernels", "kernels on an engine's blocks, by block size", needs="GPU"
     ),
-    "proteins": Entry("bench.proteins", "memory and time of ESM-2 650M", needs="GPU"),
     "proteins_masked": Entry(
         "bench.proteins_masked",
         "all masked marginals of a protein: passes, frozen, one graph (GPU; --small without)",
         "--small --lengths 12 --repeats 1",
-    ),
-    "proteins_cpu": Entry(
-        "bench.proteins_cpu",
-        "a decode step of ESM-2 on a CPU, exact and on codes",
-        "--shapes 8M --tokens 20 --repeats 1",
     ),
     "latents": Entry(
         "bench.latents",
@@ -98,23 +89,10 @@ EXPERIMENTS = {
         "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
         "--tiny --shapes 1x300 --seconds .01",
     ),
-    "folding": Entry(
-        "bench.folding",
-        "folding with ESMFold's shapes on exact and on coded states",
-        "--shape small --lengths 12 --device cpu",
-    ),
     "transfer": Entry(
         "bench.transfer",
         "a prompt read in one process, its cache ready in another",
         "--shape tiny --tokens 40 --repeat 1",
-    ),
-    "codec": Entry(
-        "bench.codec",
-        "codes out of a GPU's memory and back: gathered, by the link, as a stream",
-        "--layers 2 --heads 2 --head-size 32 --tokens 300 --repeat 1",
-    ),
-    "vectors": Entry(
-        "bench.vectors", "nearest neighbours from codes of equal size", needs="faiss"
     ),
     # --- quality
     "recipes": Entry(
@@ -123,44 +101,7 @@ EXPERIMENTS = {
         "--set presets --match k4v4 --protocols decode --layers 2 --windows 2 --length 112 "
         "--prompt 106",
     ),
-    "search": Entry(
-        "eval.search",
-        "perplexity of many data-free recipes at once",
-        "--match s1.w16.*decode --part 0/99 --layers 2 --windows 2 --length 112 --prompt 106",
-    ),
-    "calibrated": Entry(
-        "eval.calibrated",
-        "perplexity of data-free, folded and transformed codes, and of bits by layer and head",
-        "--calibrate CONTRIBUTING.md --calibrate-length 40 --layers 2 --windows 2 --length 112 "
-        "--prompt 106 --bits k2v2 --protocols stress --parts main heads --budgets 2.25",
-    ),
     "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
-    "answers": Entry(
-        "eval.answers",
-        "how many answers stay right on a coded cache",
-        "--layers 2 --tasks single --items 2 --length 128 --match ^k3v3",
-    ),
-    "retrieval": Entry(
-        "eval.retrieval",
-        "whether the token that attention looks for is still found",
-        "planted --lengths 64 --strengths 3 --trials 20",
-    ),
-    "latent_loss": Entry(
-        "eval.latents",
-        "what codes of latents cost a model whose projections are made into latents",
-        "--layers 2 --windows 2 --length 112 --prompt 106 --ranks 1 .5 --bits 3",
-    ),
-    "storage": Entry(
-        "eval.storage",
-        "caches on disk, raw and entropy coded",
-        "--layers 2 --windows 1 --length 40 --lengths 40 --repeat 1",
-    ),
-    "cold": Entry(
-        "eval.cold",
-        "a stored prefix: bytes and perplexity of every code, and of small files",
-        "--match ^small|k2v2$ --layers 2 --windows 2 --length 112 --prompt 96 --groups 2 "
-        "--calibrate CONTRIBUTING.md --calibrate-windows 6 --steps 1",
-    ),
     "archives": Entry(
         "eval.archives",
         "what loaders make of files that were changed on purpose, with the right digest",
@@ -171,24 +112,8 @@ EXPERIMENTS = {
         "how many small changes of the code the tests notice",
         needs="cosmic_ray",
     ),
-    "served": Entry(
-        "eval.serving",
-        "what a served cache gives up, and what a calibration takes back",
-        "--layers 1 --windows 2 --calibrate-windows 1 --length 100 --prompt 80 --few",
-    ),
     "engine": Entry(
         "eval.engine", "a model in a real vLLM engine against TurboQuantCache", needs="vllm"
-    ),
-    "context": Entry("eval.context", "how long a context fits a GPU of 24 GB", needs="GPU"),
-    "offload": Entry(
-        "eval.offload",
-        "what a model costs whose layers wait elsewhere",
-        "--model tiny --prompt 16 --new 4 --caches k3v3",
-    ),
-    "esm": Entry(
-        "eval.proteins",
-        "ESM-2 on compressed keys and values: recipes, contacts, variants, scores",
-        "contacts --small --match ^water3$",
     ),
     "architectures": Entry(
         "eval.architectures",
@@ -200,21 +125,42 @@ EXPERIMENTS = {
         "each chapter alone in an empty folder, as on Colab: does it run, and how long",
         "--installed --chapters 01_checks",
     ),
-    "masks": Entry("eval.masks", "which trellis codes are good", needs="GPU"),
 }
-# What is found and asked no more. Files of results name the commit that measured them; this one
-# is the last that holds the scripts.
-LAST = "2fb53209"
-CLOSED = {
-    "maps": "what a matrix for every head costs both kernels",
-    "choices": "perplexity for single choices of a code, all else equal",
-    "notice": "whether a cache's own error, met early, tells of the damage that comes",
-    "sparse_weights": "how many weights of the MLPs a token needs, beside fewer bits of all",
-    "sparse_values": "how many values a decode step could leave unread",
-    "esm findings": "what TurboESM reports of calibration, layers, outliers and tables",
-    "design": "proteins that a model draws on exact and on coded states",
-    "states": "how near to the bound more states of a trellis come",
+# What is found and asked no more, by the last commit that holds the script; the commit that
+# measured is in the file of results.
+LAST = {
+    "2fb53209": {
+        "maps": "what a matrix for every head costs both kernels",
+        "choices": "perplexity for single choices of a code, all else equal",
+        "notice": "whether a cache's own error, met early, tells of the damage that comes",
+        "sparse_weights": "how many weights of the MLPs a token needs, beside fewer bits",
+        "sparse_values": "how many values a decode step could leave unread",
+        "esm findings": "what TurboESM reports of calibration, layers, outliers and tables",
+        "design": "proteins that a model draws on exact and on coded states",
+        "states": "how near to the bound more states of a trellis come",
+    },
+    "e460cd4e": {
+        "encode": "vectors coded per second by PyTorch",
+        "proteins": "memory and time of ESM-2 650M",
+        "proteins_cpu": "a decode step of ESM-2 on a CPU, exact and on codes",
+        "folding": "folding with ESMFold's shapes on exact and on coded states",
+        "codec": "codes out of a GPU's memory and back: gathered, by the link, as a stream",
+        "vectors": "nearest neighbours from codes of equal size",
+        "search": "perplexity of many data-free recipes at once",
+        "calibrated": "perplexity of calibrated codes, and of bits by layer and head",
+        "answers": "how many answers stay right on a coded cache",
+        "retrieval": "whether the token that attention looks for is still found",
+        "latent_loss": "what codes of latents cost a model that is made into latents",
+        "storage": "caches on disk, raw and entropy coded",
+        "cold": "a stored prefix: bytes and perplexity of every code, and of small files",
+        "served": "what a served cache gives up, and what a calibration takes back",
+        "context": "how long a context fits a GPU of 24 GB",
+        "offload": "what a model costs whose layers wait elsewhere",
+        "esm": "ESM-2 on compressed keys and values: recipes, contacts, variants, scores",
+        "masks": "which trellis codes are good",
+    },
 }
+CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
 
 
 def lacks(needs):
@@ -242,16 +188,17 @@ def parser(name):
 
 def main(argv=None):
     name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
-    if asked := {name, " ".join([name, *rest[:1]])} & set(CLOSED):
+    part = " ".join([name, *rest[:1]])  # of an experiment that had several
+    if asked := part if part in CLOSED else name if name in CLOSED else "":
         raise SystemExit(
-            f"{asked.pop()} is closed; its script runs with the package of its time: "
-            f"git worktree add ../closed {LAST} && cd ../closed && "
+            f"{asked} is closed; its script runs with the package of its time: "
+            f"git worktree add ../closed {CLOSED[asked][0]} && cd ../closed && "
             f"PYTHONPATH=. python scripts/run.py {shlex.join([*name.split(), *rest])}"
         )
     if name not in EXPERIMENTS:
         print(__doc__, *(f"  {k:16} {x.what}" for k, x in EXPERIMENTS.items()), sep="\n")
         print(
-            f"closed (commit {LAST}):", *(f"  {k:16} {x}" for k, x in CLOSED.items()), sep="\n"
+            "closed:", *(f"  {k:16} {x} ({last})" for k, (last, x) in CLOSED.items()), sep="\n"
         )
         return 0 if name in ("--list", "--help", "-h") else 2
     module, p = parser(name)

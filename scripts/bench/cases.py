@@ -90,10 +90,6 @@ CASES = {  # bench, or bench and what it is truncated to
     ],
     "generate, transformers' caches": [Context(1, 8192), Context(8, 8192), Context(8, 32768)],
     "generate, quick": [Context(1, 8192), Context(8, 32768)],
-    "encode": (64, 128),  # head sizes
-    "proteins, prefill": (32, 143, 165, 512, 1024),  # tokens
-    "proteins, decode": (256, 1000),
-    "proteins, variants": (100, 300, 1022),  # residues
 }
 
 

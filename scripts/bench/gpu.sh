@@ -30,9 +30,8 @@ for name in $steps; do
         generate) step generate python scripts/run.py generate --out "$out/generate.json" ;;
         wall) step wall python scripts/run.py generate --wall 1x8192 8x8192 8x32768 --out "$out/wall.json" ;;
         memcheck | racecheck) step "$name" python scripts/tools/memcheck.py --tool "$name" ;;
-        esm) step esm python scripts/run.py proteins --out "$out/esm.json" ;;
         *)
-            echo "unknown step $name: tests, encode, decode, tune, generate, wall, memcheck, racecheck, esm" >&2
+            echo "unknown step $name: tests, encode, decode, tune, generate, wall, memcheck, racecheck" >&2
             exit 2
             ;;
     esac

@@ -17,13 +17,84 @@ import time
 from functools import partial
 
 import torch
+from bench.cases import DEVICE
 from plan import Plan
-from bench.proteins import protein, random_code, random_esm
 from bench.timing import clock_times, quantiles
+from transformers import EsmConfig, EsmForMaskedLM
 
-from turboquant_nb.esm import MASK, TurboEsm, masked_marginals, tokens
+from turboquant_nb.esm import MASK, RESIDUES, TurboEsm, fingerprint, masked_marginals, tokens
 from turboquant_nb.esm.mutations import MaskedRows
+from turboquant_nb.esm.transform import RECIPES, SideCode, TransformCode, join_levels
 from turboquant_nb.hf.graphs import CudaGraph, Tape
+
+
+def random_esm(layers, width=1280, heads=20, device=DEVICE):
+    "ESM-2 of these shapes with random weights."
+    config = EsmConfig(
+        vocab_size=33,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        pad_token_id=1,
+        mask_token_id=32,
+        token_dropout=True,
+        position_embedding_type="rotary",
+        max_position_embeddings=1026,
+        layer_norm_eps=1e-5,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return EsmForMaskedLM(config).eval()
+
+
+def random_code(model, bits, spread=2, pre_rope=True, seed=0):
+    """A code of the model's shape with random transforms and tables, `bits` on average, from
+    bits - spread to bits + spread."""
+    c, g = model.config, torch.Generator().manual_seed(seed)
+    shape = c.num_hidden_layers, c.num_attention_heads, c.hidden_size // c.num_attention_heads
+
+    def side(bits, pre_rope):
+        n = shape[0] * shape[1] * shape[2]
+        more = torch.randint(
+            -min(spread, bits - 1), min(spread, bits - 1) + 1, (n // 2,), generator=g
+        )
+        flat = torch.cat([bits + more, bits - more])[torch.randperm(n, generator=g)].to(
+            torch.uint8
+        )
+        into = torch.linalg.qr(torch.randn(*shape[:2], shape[2], shape[2], generator=g))[0]
+        count = {b: int((flat == b).sum()) for b in flat.unique().tolist()}
+        levels = {b: torch.randn(n, 2**b, generator=g).sort(1).values for b, n in count.items()}
+        freq = model.esm.rotary_embeddings.inv_freq.float().cpu() if pre_rope else None
+        return SideCode(
+            torch.zeros(shape),
+            into,
+            into.transpose(-1, -2).contiguous(),
+            flat.view(shape),
+            join_levels(flat, levels),
+            freq,
+        )
+
+    k, v = bits if isinstance(bits, tuple) else (bits, bits)
+    header = {"fingerprint": fingerprint(model.esm)}
+    return TransformCode(
+        side(k, pre_rope),
+        side(v, False),
+        RECIPES["water3"],
+        header,
+        torch.zeros(1, dtype=torch.long),
+    ).to(model.device)
+
+
+def protein(n, seed=0):
+    return "".join(
+        RESIDUES[i]
+        for i in torch.randint(
+            0, 20, (n,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
+    )
 
 
 def codes(model):

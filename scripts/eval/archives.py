@@ -30,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from turboquant_nb.apps import search
 from turboquant_nb.cache import codec
 from turboquant_nb.cache.codec import KVStore
-from turboquant_nb.calibration import fit, fold, sensitivity
+from turboquant_nb.calibration import fit, sensitivity
 from turboquant_nb.cli import chat
 from turboquant_nb.esm import transform
 from turboquant_nb.files import write_file
@@ -233,7 +233,7 @@ def judge_talk(talk):
 
 def cases():
     "Every kind of file that the package reads."
-    out, nothing = [], lambda *_: None
+    out = []
     for name, make in STORES.items():
         x = make()
         out.append(
@@ -279,18 +279,6 @@ def cases():
             save,
             lambda c: "" if len(c.transforms) in (0, len(c.header["gain"])) else "gain",
             lambda c: (repr(c), c.nbytes),
-        )
-    )
-    folds = fold.fit_fold(llama, ids)
-    fine = lambda f: all(bool((s.log2() % 1 == 0).all()) for s in f.scales)
-    out.append(
-        Case(
-            "fold",
-            lambda path: fold.save_fold(folds, path),
-            fold.load_fold,
-            fold.save_fold,
-            lambda f: "" if f.scales and fine(f) else "scales",
-            nothing,
         )
     )
     code = protein_code()

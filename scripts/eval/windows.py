@@ -1,7 +1,6 @@
 """A model and windows of text, and rows of what caches change there: what the scripts of
 perplexity share. Chapters 82 to 84 define the protocols and everything that is measured."""
 
-import copy
 import re
 from functools import cached_property
 from pathlib import Path
@@ -77,11 +76,6 @@ def matching(a, named):
     return {name: x for name, x in named.items() if re.search(a.match, name)}
 
 
-def texts_of(files):
-    "What text files hold; None where none are named: the package's sample text."
-    return [Path(f).read_text(encoding="utf-8") for f in files] if files else None
-
-
 def window_losses(loss):
     """The mean loss of each window in nats, as rows keep it: two rows can then be compared on
     any of the windows."""
@@ -93,21 +87,11 @@ class Windows:
 
     def __init__(self, a):
         self.model, self.tokenizer, self.origin = open_model(a)
-        ids = self.text(texts_of(a.text), a.windows, a.length)
+        texts = [Path(f).read_text(encoding="utf-8") for f in a.text or ()] or None
+        ids = text_windows(self.tokenizer, texts, a.windows, a.length)
         self.ids, self.prompt = ids.to(self.model.device), a.prompt
         self.batch = a.batch or (len(ids) if self.ids.is_cuda else 2)
         self.data = {"id": a.data_id, "n": len(self.ids)}
-
-    def text(self, texts, windows, length):
-        return text_windows(self.tokenizer, texts, windows, length)
-
-    def over(self, ids, prompt=None, batch=None):
-        "The same model on other windows; nothing that was read is kept."
-        other = copy.copy(self)
-        other.__dict__ = {k: v for k, v in vars(self).items() if k not in ("plain", "starts")}
-        other.ids, other.prompt = ids.to(self.ids.device), prompt or self.prompt
-        other.batch = batch or self.batch
-        return other
 
     @cached_property
     def starts(self):

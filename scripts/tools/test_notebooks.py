@@ -16,7 +16,7 @@ from notebooks import text_of
 
 LONGEST = (
     "61_sensitivity 83_score 60_calibrate 84e_long 84_tasks 57_storage 21_residual 76_serving "
-    "62_fold 80_models 98_claims 56_hf 63_small 53_graphs 13_qjl 40b_viterbi guide 94_images "
+    "80_models 98_claims 56_hf 63_small 53_graphs 13_qjl 40b_viterbi guide 94_images "
     "84c_sandbox 97_retrieval"
 ).split()
 PAGES = (

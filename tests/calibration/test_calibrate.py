@@ -38,6 +38,7 @@ from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.hf.storage import load_compressed, save_compressed
 from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.cache.disk import state_of
+from turboquant_nb.files import write_file
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rotation import make_rotation
 
@@ -648,8 +649,6 @@ def test_maps_that_a_store_cannot_take():
 
 def test_calibrations_come_back_and_others_do_not(tmp_path):
     "Truncated, changed anywhere, of another kind, missing."
-    from turboquant_nb.calibration import fold
-
     model, found = made("llama")
     path, bad = tmp_path / "c.safetensors", tmp_path / "bad"
     save_calibration(found, path)
@@ -688,19 +687,14 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
             ValueError, match="not a readable calibration|must have format|was changed"
         ):
             load_calibration(bad)
-    fold.save_fold(fold.fit_fold(model, texts()), bad)
+    write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
         load_calibration(bad)
     store, *_ = filled(KEYS["none"], torch.float32, n=350)
     store.save(bad)
     with pytest.raises(ValueError, match="is not a readable calibration"):
         load_calibration(bad)
-    for read in (
-        KVStore.load,
-        lambda p: TurboQuantCache.load(p, model),
-        load_compressed,
-        fold.load_fold,
-    ):
+    for read in (KVStore.load, lambda p: TurboQuantCache.load(p, model), load_compressed):
         with pytest.raises(ValueError, match="must have format"):
             read(path)
     for missing in (tmp_path / "none", tmp_path, "", "a/b/c"):

@@ -167,8 +167,6 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval ppl": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval attention": f"--text --windows --length --prompt {EVAL}",
-    "eval needle": f"--lengths --depths --trials --seed {EVAL}",
-    "fold": f"--out --text --windows --length {MODEL} {SHARED}",
     "calibrate": (
         "--out --text --windows --length --layers --heads --pair-scale --no-transforms "
         f"--no-maps --fasta --recipe --held-out {MODEL} {SHARED}"
@@ -201,7 +199,7 @@ def test_every_option_is_there_and_shown(call, monkeypatch, command):
 
 def test_commands_are_listed_by_panel(call):
     out = call("-h")[1]
-    order = "Use it, demo, generate, Measure it, eval, Calibrate, calibrate, fold, Proteins"
+    order = "Use it, demo, generate, Measure it, eval, Calibrate, calibrate, Proteins"
     places = [out.index(f" {word} ") for word in f"{order}, variants, Recipes".split(", ")]
     assert places == sorted(places) and all(
         x in out for x in ("--version", "--install-completion", "--show-completion")
@@ -290,7 +288,7 @@ def test_completion_is_quick_and_needs_no_torch():
     )
     for line, want in (
         ("turboquant rec", ["recipe"]),
-        ("turboquant eval ", ["attention", "logits", "long", "needle", "ppl"]),
+        ("turboquant eval ", ["attention", "logits", "long", "ppl"]),
         ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
         ("turboquant generate --attention s", ["sdpa"]),
         ("turboquant demo --recipes --js", ["--json"]),

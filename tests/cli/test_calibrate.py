@@ -1,4 +1,4 @@
-"""turboquant calibrate and fold: files that the other commands take."""
+"""turboquant calibrate: files that the other commands take."""
 
 import json
 
@@ -95,7 +95,6 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
         refused(call(f"generate --prompt a --model {plain} --quiet {more}"), says)
 
 
-@pytest.mark.parametrize("command", ["calibrate --out c.st", "fold --out new"])
 @pytest.mark.parametrize(
     "text, before",
     [
@@ -105,7 +104,7 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
     ],
 )
 def test_a_short_text_is_refused_before_the_weights(
-    call, plain, tmp_path, monkeypatch, command, text, before
+    call, plain, tmp_path, monkeypatch, text, before
 ):
     """By its bytes, by its tokens, and where the tokenizer cannot be read alone, once the model
     is there; in the same words."""
@@ -125,26 +124,7 @@ def test_a_short_text_is_refused_before_the_weights(
         )
         monkeypatch.setattr("turboquant_nb.cli.calibrate.context_length", lambda _: 100_000)
         length = len(text) - 1
-    ask = f"{command} --model {plain} --text short.txt --length {length} --quiet"
+    ask = f"calibrate --out c.st --model {plain} --text short.txt --length {length} --quiet"
     want = f"--text: a window of {length:,} tokens was asked for, and the text gives none"
     refused(call(ask), want)
     assert {x.name for x in tmp_path.iterdir()} == {"short.txt"}
-
-
-def test_fold_writes_new_and_empty_folders(call, plain, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for name in ("empty", "a/new/one"):
-        code, out, err = call(
-            f"fold --model {plain} --windows 1 --length 64 --json --quiet",
-            "--out",
-            tmp_path / name,
-        )
-        about = json.loads(out)
-        assert (
-            code == 0
-            and about["out"] == str(tmp_path / name)
-            and {"moved", "channels", "tokens", "version"} <= set(about)
-        )
-        assert {"config.json", "model.safetensors", "fold.safetensors", "tokenizer.json"} <= {
-            x.name for x in (tmp_path / name).iterdir()
-        }

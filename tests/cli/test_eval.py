@@ -44,17 +44,6 @@ def test_eval_measures_windows(call, plain, tmp_path, monkeypatch, measure):
     assert value["dense", 0] < value["k4v4", 0] < value["recipe 2", 0]
 
 
-def test_eval_needle_and_json(call, plain):
-    code, said, _ = call(
-        f"eval needle --model {plain} --lengths 64 --depths 0 1 --trials 2 --recipe k4v4 "
-        "--quiet --json"
-    )
-    record = json.loads(said)
-    assert code == 0 and record["experiment"] == "eval needle"
-    want = [(cache, depth) for cache in ("uncompressed", "k4v4") for depth in (0.0, 1.0)]
-    assert [(r["cache"], r["depth"]) for r in record["rows"]] == want
-
-
 def test_eval_takes_texts_and_a_recipe_per_layer(call, plain, tmp_path):
     for x in "ab":
         (tmp_path / x).write_text(f"{x} few words of text, over and over. " * 60)

@@ -73,8 +73,7 @@ class Hub:
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["generate --prompt x", "demo", "eval ppl", "fold --out new", "calibrate --out new.st"],
+    "command", ["generate --prompt x", "demo", "eval ppl", "calibrate --out new.st"]
 )
 def test_a_mistyped_model_is_refused_at_once(call, monkeypatch, tmp_path, command):
     monkeypatch.chdir(tmp_path)
@@ -254,7 +253,6 @@ def test_a_recipe_is_refused_before_a_model_of_the_hub_is_downloaded(tmp_path):
         "generate --prompt x",
         "demo",
         "eval ppl",
-        "fold --out x",
         "calibrate --out x.st",
         "chat",
         "variants --model x --fasta y",

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -24,13 +25,24 @@ CODED = '{"key": {"bits": 2}, "value": {"bits": 1}, "sinks": 0, "recent": 0}'
 ASK = "eval long --tasks agreement loops --limit 4 --batch 2 --quiet --json --text-length 256"
 
 
+def shortened():
+    "Loops of 80 tokens, not 512: what is paired, logged and adjusted does not depend on it."
+    TASKS["loops"] = replace(TASKS["loops"], most=80)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setitem(TASKS, "loops", TASKS["loops"])
+    shortened()
+
+
 def figures(record):
     "What does not depend on the clock."
     rows = [{k: v for k, v in r.items() if k != "seconds"} for r in record["rows"]]
     return rows, record["design"]
 
 
-def test_long_pairs_rows_with_the_uncompressed_cache(call, tiny, tmp_path):
+def test_long_pairs_rows_with_the_uncompressed_cache(call, tiny, tmp_path, short):
     out, picture = tmp_path / "r.json", tmp_path / "r.png"
     code, said, err = call(
         f"{ASK} --model {tiny} --text-windows 2 --against fp8 --out {out} --plot {picture} "
@@ -62,10 +74,11 @@ def test_long_pairs_rows_with_the_uncompressed_cache(call, tiny, tmp_path):
     assert coded["right"] - base["right"] == coded["gained"] - coded["lost"]
 
 
-def test_a_killed_run_continues_to_the_same_figures(call, tiny, tmp_path):
+def test_a_killed_run_continues_to_the_same_figures(call, tiny, tmp_path, short):
     "SIGKILL in the middle; the log's known batches are taken, the rest is asked."
     ask = f"{ASK} --text-windows 2 --model {tiny} --recipe".split() + [CODED]
     log, program = tmp_path / "run.jsonl", "from turboquant_nb.cli import main; main()"
+    program = f"from tests.cli.test_long import shortened; shortened(); {program}"
     process = subprocess.Popen(
         [sys.executable, "-c", program, *ask, "--log", str(log)],
         stdout=subprocess.DEVNULL,
@@ -88,7 +101,7 @@ def test_a_killed_run_continues_to_the_same_figures(call, tiny, tmp_path):
     assert code == 2 and "seed differ" in err
 
 
-def test_causes_are_asked_of_each_recipe(call, tiny):
+def test_causes_are_asked_of_each_recipe(call, tiny, short):
     ask = f"eval long --tasks loops --limit 2 --batch 2 --quiet --json --model {tiny} --causes"
     code, said, err = call(f"{ask} --against fp8 --recipe", CODED)
     assert code == 0 and err == ""

@@ -10,7 +10,6 @@ import pytest
 from transformers.utils import logging
 
 from turboquant_nb import results
-from turboquant_nb.calibration import fold
 from turboquant_nb.cli import output
 from turboquant_nb.cli.output import Stage, show_table
 from turboquant_nb.evaluation import tasks
@@ -64,7 +63,7 @@ def test_an_unwritable_folder_is_refused(call, tmp_path, monkeypatch):
 
     monkeypatch.setattr(output.tempfile, "mkdtemp", no)
     monkeypatch.chdir(tmp_path)
-    for line in ("calibrate --out c.st", "fold --out a/b", "eval ppl --out r.json"):
+    for line in ("calibrate --out c.st", "eval ppl --out r.json"):
         refused(call(line), "cannot be written (Permission denied)")
 
 
@@ -102,12 +101,10 @@ def test_files_are_written_whole_through_links_with_the_mode_of_the_umask(
             ask = f"eval attention --model {plain} {SHORT} --recipe k4v4 --out link.json"
             assert call(ask)[0] == 0 and (tmp_path / "link.json").is_symlink()
             assert mode("there", "r.json") == 0o640
-        for line in ("calibrate --out c.st", "fold --out folded"):
-            assert call(f"{line} --model {plain} {SHORT}")[0] == 0
+        assert call(f"calibrate --out c.st --model {plain} {SHORT}")[0] == 0
     finally:
         os.umask(before)
-    assert {mode("c.st"), *(mode("folded", x) for x in os.listdir("folded"))} == {0o640}
-    assert sorted(os.listdir()) == ["c.st", "folded", "link.json", "there"]
+    assert mode("c.st") == 0o640 and sorted(os.listdir()) == ["c.st", "link.json", "there"]
     assert os.listdir("there") == ["r.json"]
 
 
@@ -125,11 +122,9 @@ def test_what_stops_while_it_writes_leaves_nothing(
     (tmp_path / "old").write_text("old")
     monkeypatch.setattr(results, "save", stop)
     monkeypatch.setattr(calibration, "save_calibration", stop)
-    monkeypatch.setattr(fold, "save_fold", stop)
     monkeypatch.chdir(tmp_path)
     for line in ("eval attention --recipe k4v4 --out old", "calibrate --out old"):
         assert call(f"{line} --model {plain} {SHORT}")[0] == code
-    assert call(f"fold --out a/folded --model {plain} {SHORT}")[0] == code
     assert os.listdir() == ["old"] and (tmp_path / "old").read_text() == "old"
 
 
@@ -146,15 +141,6 @@ def test_a_full_disk_is_seen_before_the_work(call, tiny, tmp_path, monkeypatch):
     def full(self, data):
         raise OSError(28, "No space left on device")
 
-    usage = output.shutil.disk_usage
-    monkeypatch.setattr(
-        output.shutil, "disk_usage", lambda path: usage(path)._replace(free=1000)
-    )
-    refused(
-        call(f"fold --model {tiny} --windows 1 --length 64 --quiet --out {tmp_path / 'f'}"),
-        "bytes, and 1,000 are free there",
-        code=1,
-    )
     monkeypatch.setattr(output.Path, "write_bytes", full)
     refused(
         call(f"calibrate --model /no/such/model --out {tmp_path / 'c.st'}"),
@@ -168,7 +154,6 @@ def test_quiet_is_quiet_for_transformers_too(call, tiny, esm2, tmp_path):
     """Its bars are drawn on standard error wherever that is; they are back when the command
     ends."""
     for line in (
-        f"fold --model {tiny} --out {tmp_path / 'f'} {SHORT}",
         f"calibrate --model {tiny} --out {tmp_path / 'c.st'} {SHORT}",
         f"variants --model {esm2 / 'model'} --fasta {esm2 / 'one.fasta'} --quiet",
     ):

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import importlib.util
 import math
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 from transformers import EsmConfig, EsmForMaskedLM
 
-from tests.helpers import DATA
 from turboquant_nb import esm as M
 from turboquant_nb.esm import codes, transform
 from turboquant_nb.esm import (
@@ -26,7 +24,6 @@ from turboquant_nb.esm import (
     TurboEsm,
     calibrate_esm,
     design,
-    fit_esm,
     gather_statistics,
     load_esm,
     masked_marginals,
@@ -1027,9 +1024,6 @@ def test_fair_esm_checkpoint(tmp_path, layers, heads, dim):
     assert len(gone) > 3, "three are named of those that are missing"
 
 
-# --- decoder protein models through the ordinary cache
-
-
 # --- the package
 
 
@@ -1103,48 +1097,3 @@ def test_a_centred_transform_is_of_the_covariance(rotation):
         fit.var[0, 0].tolist() == pytest.approx(want)
         and fit.mean[0, 0].tolist() == mean.tolist()
     )
-
-
-# --- the experiment
-
-
-@pytest.fixture(scope="module")
-def experiment():
-    "scripts/eval/proteins.py, which fits what TurboESM describes."
-    path = DATA.parents[1] / "scripts" / "eval" / "proteins.py"
-    spec = importlib.util.spec_from_file_location("eval_proteins", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_code_of_the_paper(model, experiment):
-    """Keys 3 bits and a sign in an orthogonal basis of their head, values 3 bits as they are,
-    one table a head; worse than a table a channel of three bits, as the page says."""
-    seqs, paper = proteins(24), experiment.Paper()
-    ids, mask = tokens(proteins(4, seed=9))
-    with torch.no_grad():
-        want = model.esm(ids, attention_mask=mask).last_hidden_state
-    with TurboEsm(model) as t:
-        statistics = gather_statistics(t, seqs)
-        c = experiment.fit_paper(t, seqs, statistics, paper)
-        ours = fit_esm(t, seqs, statistics, "water3")
-        shared = experiment.fit_paper(t, seqs, statistics, replace(paper, one_table=True))
-    assert [s.bits.unique().tolist() for s in c.sides] == [[4], [3]] and c.bits_per_value == 3.5
-    eye = torch.eye(16).expand_as(c.key.into)
-    assert torch.equal(c.value.into, eye) and not c.key.mean.any()
-    torch.testing.assert_close(c.key.into @ c.key.into.mT, eye, rtol=1e-4, atol=1e-4)
-    for side, wide in ((c.key, 16), (c.value, 8)):
-        table = side.levels.view(2, 2, 16, wide)
-        assert (table == table[:, :, :1]).all() and (table.diff(dim=-1) > 0).all()
-        assert not torch.equal(table[0, 0], table[0, 1])
-    pairs = shared.key.levels.view(2, 2, 16, 8, 2).mean(-1)  # of a level and its sign
-    torch.testing.assert_close(
-        pairs, shared.value.levels.view(2, 2, 16, 8), rtol=1e-4, atol=1e-4
-    )
-    error = []
-    for code in (c, ours):
-        with TurboEsm(model, code) as t:
-            far = t.reread(ids, mask).hidden - want
-            error.append(float(far[mask.bool()].square().mean()))
-    assert error[0] > 2 * error[1]

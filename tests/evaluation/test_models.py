@@ -23,7 +23,6 @@ from turboquant_nb.evaluation.models import (
     demo_message,
     embedded_path,
     load_model,
-    model_facts,
     sample_text,
 )
 
@@ -249,16 +248,6 @@ def test_the_sample_is_what_was_measured_and_its_message_has_one_chapter():
     assert message.endswith("Question about the chapter: Who?")
 
 
-def test_decode_q4_1_by_hand():
-    block = torch.zeros(1, 20, dtype=torch.uint8)
-    block[0, :4] = torch.tensor([0.5, -1.0], dtype=torch.float16).view(torch.uint8)
-    block[0, 4:] = torch.arange(16, dtype=torch.uint8) | (
-        (15 - torch.arange(16, dtype=torch.uint8)) << 4
-    )
-    want = 0.5 * torch.cat([torch.arange(16), 15 - torch.arange(16)]) - 1
-    assert torch.equal(models.decode_q4_1(block)[0], want)
-
-
 @pytest.mark.parametrize(
     "name, error, message",
     [
@@ -397,15 +386,6 @@ def test_embedded_model_and_its_dense_copy(capfd):
         and len(ids) >= 12_000
         and tokenizer.chat_template == slow_tokenizer.chat_template
     )
-    facts = model_facts(fast)
-    assert (
-        facts["layers"],
-        facts["heads"],
-        facts["kv_heads"],
-        facts["head_dim"],
-        facts["context"],
-    ) == (30, 9, 3, 64, 8192)
-    assert facts["parameters"] == 134_515_008 and facts["fp16_bytes_per_token"] == 23_040
 
 
 def test_damaged_dense_copy_is_not_used(tmp_path):

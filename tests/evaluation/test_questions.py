@@ -22,7 +22,6 @@ from turboquant_nb.evaluation.questions import (
     last_number,
     loop_start,
     order,
-    pack_wheels,
     repeated,
     same_calls,
     says,
@@ -133,10 +132,6 @@ def test_a_task_reads_its_wheel_and_judges(tmp_path, name):
         z.writestr("other/file", "x" * 9999)
     (item,) = task.items(tmp_path, None, "all")
     assert item.judge(right, []) and not item.judge(wrong, []) and not item.judge("", [])
-    (small,) = pack_wheels(tmp_path, tmp_path / "small", [name])
-    assert [x.ask for x in task.items(small.parent, None, "all")] == [item.ask]
-    with pytest.raises(ValueError, match="another folder"):
-        pack_wheels(tmp_path, tmp_path, [name])
     halves = [task.items(tmp_path, None, half) for half in ("seen", "held")]
     assert [len(x) for x in halves] == [
         1 - is_held(order(name, item.number)),

@@ -16,6 +16,14 @@ GONE: dict[str, str] = {
     "{}.{} must be {} of shape {}, got {}": "by one name that holds both: key.plane0",
     "/{} needs a file: /{} talk.safetensors": "such files are no safetensors",
     "{}: layer {} decodes to other tensors than were saved": "checksums are of what is written",
+    "calibration/fold": "head transforms of the same text lose less (page 91)",
+    "--text {}: it is empty": "of a fold; calibrate says that the text gives no window",
+    "{} {}: it takes {} bytes, and {} are free there": "of a fold, which wrote a checkpoint",
+    "data must be [rows, a multiple of 20 bytes], got {}": "of what chapter 80 alone shows",
+    "data must be uint8, got {}": "the same",
+    "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
+        "of eval needle, whose sentences eval long asks for"
+    ),
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",

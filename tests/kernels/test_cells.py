@@ -400,7 +400,7 @@ def test_recent_states_are_copied_to_their_slots(gen):
 
 
 @needs_triton
-@pytest.mark.parametrize("block,sinks,window,steps", ((4, 3, 3, 22), (2, 5, 1, 14)))
+@pytest.mark.parametrize("block,sinks,window,steps", ((4, 3, 3, 16), (2, 5, 1, 9)))
 def test_first_tokens_travel(block, sinks, window, steps, gen):
     """Random histories as in test_pages.py, with the kernels: origins are those of the loop on
     the host, also where requests begin in one another's blocks."""

@@ -69,7 +69,16 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
     answers = ops.explain(q, store)
-    assert [*answers] == ["triton", "latents", "flash", "cpu", "gather", "blocks", "torch"]
+    assert [*answers] == [
+        "triton",
+        "latents",
+        "flash",
+        "many",
+        "cpu",
+        "gather",
+        "blocks",
+        "torch",
+    ]
     assert not answers["torch"]
 
 

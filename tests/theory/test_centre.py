@@ -13,7 +13,6 @@ from turboquant_nb.theory.centre import (
     Centre,
     BLOCK,
     CosSinCache,
-    KnownMean,
     block_sums,
     channel_sum,
     masked_mean,
@@ -248,14 +247,3 @@ def test_what_a_centre_refuses():
     with pytest.raises(NotImplementedError):
         own.fit(torch.ones(1, 1, 2, 4), [0], 0)
     assert register_centre(CENTRES["none"]) is CENTRES["none"]
-
-
-def test_a_known_mean_is_given_and_not_taken():
-    mean = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
-    for of in (CENTRES["prompt_mean"], CENTRES["pre_rope"]):
-        known = KnownMean("known", mean, of)
-        got = known.fit(torch.zeros(2, 3, 5, 4), [0, 0], 0)
-        assert got.shape == (2, 3, 1, 4) and got.dtype == torch.bfloat16
-        same(got, mean.to(torch.bfloat16)[None, :, None].expand(2, -1, -1, -1))
-        assert (known.kind, known.rotates, known.name) == (of.kind, of.rotates, "known")
-        assert known.refuses("values") == of.refuses("values") and not known.by_kernel

@@ -25,7 +25,6 @@ ELSEWHERE = {
     "20_quantizer": {".125"},  # 16 bits of 128
     "22_mixed_precision": {"5.66", "2.625"},  # worked out
     "56_hf": {".03", "29%"},  # worked out: 64 numbers in 2,048; of two rows
-    "62_fold": {"1.17"},  # of chapter 14
     "77_vllm": {"0.28"},  # a version
     "77b_folder": {"0.26", "0.33"},  # versions
     "80b_offload": {"9.6", "7.7", "5.4", "4.25", "4.3"},  # settings, rates, what is left

@@ -440,9 +440,8 @@ def rearrange(store, f, batch: int) -> None:
 
 
 @patch
-def select(self: KVStore, indices: Tensor) -> None:
-    """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
-    for an index out of range, and for another number of rows where the store is static."""
+def picked(self: KVStore, indices: Tensor) -> Tensor:
+    "The old row of each row that `select` leaves. Raises as it does, of indices."
     index = torch.as_tensor(indices, device=self.device)
     if index.dtype.is_floating_point or index.dtype.is_complex:
         raise TypeError(f"indices must be integers or bool, got {index.dtype}")
@@ -454,7 +453,15 @@ def select(self: KVStore, indices: Tensor) -> None:
     ):
         want = f"a vector of rows 0 to {self.batch - 1}"
         raise ValueError(f"indices must be {want}, got {index.tolist()}")
-    rearrange(self, lambda x: x[index % self.batch], len(index))
+    return index % self.batch
+
+
+@patch
+def select(self: KVStore, indices: Tensor) -> None:
+    """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
+    for an index out of range, and for another number of rows where the store is static."""
+    index = self.picked(indices)
+    rearrange(self, lambda x: x[index], len(index))
 
 
 @patch

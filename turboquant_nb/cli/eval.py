@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['candidates', 'scores', 'tasks', 'transforms', 'figures', 'OTHERS', 'Caches', 'Measure', 'Windows', 'Common',
-           'evaluate', 'ppl', 'logits', 'attention', 'needle']
+           'evaluate', 'ppl', 'logits', 'attention']
 
 # %% ../../nbs/reference/87i_cli_eval.ipynb #6e3340f3
 from dataclasses import dataclass, replace
@@ -213,8 +213,7 @@ _EVAL = group(
     "Measure what a compressed cache costs: recipes, and caches of others, on a model and a "
     "text.",
     """turboquant eval ppl --recipe k3v3 k4v4 --against fp8
-    turboquant eval ppl --text a.txt b.txt --windows 32 --out r.json --plot r.png
-    turboquant eval needle --lengths 1024 4096 --depths 0 0.5 1""",
+    turboquant eval ppl --text a.txt b.txt --windows 32 --out r.json --plot r.png""",
 )
 
 # %% ../../nbs/reference/87i_cli_eval.ipynb #375237b4
@@ -279,45 +278,3 @@ def attention(caches: Caches, asked: Windows, common: Common) -> None:
         return tasks.attention_error(model, ids, compared, asked.begin, tick)
 
     evaluate(asked.measure("attention", lambda n: asked.windows, rows), caches, common)
-
-# %% ../../nbs/reference/87i_cli_eval.ipynb #85756bc0
-@options("Text")
-class _Needles:
-    "Sentences that are hidden in a text, and asked for."
-
-    lengths: list[int] = option((512, 1024), "Tokens of the text.")
-    depths: list[float] = option((0.0, 0.5, 1.0), "Where the sentence is, from 0 to 1.")
-    trials: int = option(8, "Sentences of each length and depth.")
-    seed: int = option(0, "Of the numbers.")
-
-    def __post_init__(self):
-        few = self.trials < 2 or min(self.lengths) < 64
-        if few or not all(0 <= d <= 1 for d in self.depths):
-            low = "--trials must be at least 2, --depths from 0 to 1 and --lengths at least 64"
-            got = [" ".join(map(str, values)) for values in (self.depths, self.lengths)]
-            raise Usage(f"{low}; got {self.trials}, {' and '.join(got)}")
-
-
-@command(
-    _EVAL, "needle", "Measures", "turboquant eval needle --lengths 1024 4096 --depths 0 0.5 1"
-)
-def needle(caches: Caches, asked: _Needles, common: Common) -> None:
-    "A sentence with a number, asked for at the end of a long text."
-    cells = len(asked.lengths) * len(asked.depths)
-    how = dict(lengths=asked.lengths, depths=asked.depths, trials=asked.trials, seed=asked.seed)
-
-    def rows(model, tokenizer, _, compared, tick):
-        batch = common.files.batch
-        return tasks.needle(model, tokenizer, compared, tasks.Needles(**how), batch, tick)
-
-    measure = Measure(
-        "needle",
-        "needles in the sample text",
-        asked.trials,
-        max(asked.lengths) + 64,
-        lambda tokenizer: scores.text_windows(tokenizer, None, 1, 80),  # for the gate
-        lambda n: cells * (n + 1),
-        rows,
-        seed=asked.seed,
-    )
-    evaluate(measure, caches, common)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['bars', 'rich_text', 'hooks', 'consoles', 'tables', 'results', 'log', 'backends', 'aligned', 'show_table', 'Stage',
-           'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'check_space', 'writing', 'recorded',
-           'collected', 'ends_gently', 'Targets', 'Files']
+           'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'writing', 'recorded', 'collected',
+           'ends_gently', 'Targets', 'Files']
 
 # %% ../../nbs/reference/87b_cli_output.ipynb #f3f4d918
 import errno
@@ -219,19 +219,6 @@ def _resolved(name: str, option: str) -> Path:
     return path
 
 
-def check_space(
-    path: Path,  # from `target_file` or `target_folder`
-    nbytes: int,  # that will be written
-    option: str,
-) -> None:
-    "Raise RuntimeError unless the file system of the target has so many bytes left."
-    free = shutil.disk_usage(_nearest(path)).free
-    if free < nbytes:
-        raise RuntimeError(
-            f"{option} {path}: it takes {nbytes:,} bytes, and {free:,} are free there"
-        )
-
-
 def _try_folder(folder: Path, what: str) -> None:
     "Write a small file into a scratch folder in it, and remove both again."
     if not folder.is_dir():
@@ -258,11 +245,11 @@ def _scratch(folder: Path) -> str:
 # %% ../../nbs/reference/87b_cli_output.ipynb #8ad3722c
 @contextmanager
 def writing(
-    path: Path,  # from `target_file` or `target_folder`
+    path: Path,  # from `target_file`
 ):
-    "A path to write a file or a folder to; it becomes `path` if the block ends well."
+    "A path to write a file to; it becomes `path` if the block ends well."
     path = path.resolve()
-    scratch = _scratch(_nearest(path))
+    scratch = _scratch(path.parent)
     try:
         new = Path(scratch) / path.name
         yield new
@@ -273,12 +260,10 @@ def writing(
 
 
 def _set_mode(new: Path) -> None:
-    """Give a file, or all files of a folder, the permissions of a file that is made here and
-    now."""
+    "Give a file the permissions of a file that is made here and now."
     probe = new.with_name(".mode")
     probe.touch()
-    for file in [x for x in (new, *new.rglob("*")) if x.is_file()]:
-        file.chmod(probe.stat().st_mode & 0o777)
+    new.chmod(probe.stat().st_mode & 0o777)
     probe.unlink()
 
 

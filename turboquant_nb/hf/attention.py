@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import ops
+from ..kernels import ops, prefix
 from ..cache.attention import Answer, Call, Rule, dense_attention, with_sinks
 from .cache import TurboQuantCache
 from .heads import take_heads
@@ -285,19 +285,27 @@ def _by_codes(call: AttentionCall) -> Tensor:
     if bias is not None and layer.by_device and not layer.clock.fixed:
         raise ValueError("a bias on scores has another shape in each step: none is captured")
     if (mask is not None or bias is not None) and not layer.by_device:
-        near = _within(call, layer.store.length - key.first)
+        near = _within(call, layer.length - key.first)
         mask, bias, first = near.mask, near.bias, key.first
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     rule, lse = _rule(layer, call, ask), call.sink is not None
     ours = Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
+    if layer.prefix is not None:
+        return _after_prefix(call, ours)
     if layer.by_device:
         answer = layer.captured.attend(ours)
         if call.sink is None:
             return answer.out
         return with_sinks(*answer, call.sink, need_lse=False).out
-    plain = mask is None and bias is None
+    return _served(call, *_attended(layer, ours))
+
+
+def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
+    "Eager attention to what a layer's store holds."
+    demanded, n, mask = layer.backend, ours.q.shape[2], ours.mask
+    plain = mask is None and ours.bias is None
     if plain and demanded != "torch" and (again := ops.attend_again(ours)) is not None:
-        return _served(call, "triton", again)
+        return "triton", again
     name, why = ops.select_backend(ours)
     if name == "torch" and demanded == "triton":
         why = ops.BACKENDS["flash"].refuses(ours)
@@ -305,6 +313,27 @@ def _by_codes(call: AttentionCall) -> Tensor:
     answer = ops.serve(ours, name)
     if why and name != "flash":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
+    return name, answer
+
+
+def _after_prefix(call: AttentionCall, ours: Call) -> Tensor:
+    "Attention to tokens that rows share, and to those of each row."
+    layer = call.key.layer
+    own, past = layer.prefix.apart(ours)
+    if layer.by_device:
+        answer = layer.captured.attend(own)
+        past = layer.captured.attend_prefix(past)
+        answer = layer.prefix.join(answer, past, call.sink is not None)
+        if call.sink is None:
+            return answer.out
+        return with_sinks(*answer, call.sink, need_lse=False).out
+    before = ops.select_backend(past)
+    layer.backends[before.backend] += 1
+    if before.why:
+        layer.reasons[f"shared tokens: {before.why}"] += 1
+    name, answer = _attended(layer, own)
+    past = prefix.attend(past, before.backend)
+    answer = layer.prefix.join(answer, past, call.sink is not None)
     return _served(call, name, answer)
 
 

@@ -17,6 +17,7 @@ from ..cache.store import rearrange
 from .cache import _Flags, TurboQuantCache
 from .layer import MARGIN, _DRAFTS, TurboQuantLayer
 from .hooks import Before
+from ..kernels import prefix
 
 # %% ../../nbs/51b_edits.ipynb #bef88f44
 @patch
@@ -28,6 +29,8 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         raise ValueError(f"crop takes a negative number of tokens to remove, got {-n}")
     if not self.is_initialized or not n:
         return
+    if self.prefix is not None and n >= self.store.length:
+        self.unshare()
     if self.clock.fixed:
         self.tail = self.store.crop(min(n, self.held), self.tail)
         return
@@ -98,10 +101,22 @@ def rows_changed(self: TurboQuantLayer, starts: tuple) -> None:
 
 
 @patch
+def _choose(self: TurboQuantLayer, rows: int, order: list | None) -> None:
+    """Before rows are chosen: what is shared is that of these rows; where they do not lie
+    together by what they share, it is shared no more."""
+    if self.prefix is not None:
+        chosen = self.prefix.choose(rows, order)
+        if chosen is None:
+            self.unshare()
+        self.prefix = chosen
+
+
+@patch
 def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
     if self.is_initialized:
+        self._choose(len(index), order)
         rows = index.to(self.store.device)
         rearrange(self.store, lambda x: x[rows], len(index))
         order = [0] * len(index) if order is None else order
@@ -113,17 +128,55 @@ def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
     "Keep the rows `indices`, or those that a bool mask says."
     if self.is_initialized:
         self.make_growing()
+        rows = self.store.picked(indices).tolist()
+        self._choose(len(rows), rows)
         self.store.select(indices)
-        self.rows_changed(tuple(self.store.start.tolist()))
+        self.rows_changed(tuple(self.starts[i] for i in rows))
 
 
 @patch
-def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
-    "Repeat every row, neighbours together."
+def why_copies(self: TurboQuantLayer, times: int, pays: bool = True) -> str:
+    """Why rows that are repeated so often get copies of what is held; empty if they share it,
+    where that `pays` or always."""
+    if self.is_sliding:
+        return "a sliding layer frees tokens"
+    if self.latent or self.reader.deferred or not self.shares:
+        return "latents, keys of an index, and models that compute scores themselves have copies"
+    if not self.on_codes:
+        return "the model reads decoded keys"
+    if not pays:
+        return prefix.refuses(self.store, times)
+    queries = times * self.info.query_heads // self.info.heads
+    return prefix.refuses(self.store, times) or prefix.costs(self.store, times, queries)
+
+
+@patch
+def batch_repeat_interleave(self: TurboQuantLayer, repeats: int, pays: bool = True) -> None:
+    """Repeat every row, neighbours together. What rows then have in common is held once, where
+    that `pays` or wherever it can be; `unshared` says why not."""
     if self.is_initialized:
         self.make_growing()
-        self.store.repeat(repeats)
+        if self.prefix is not None:
+            self.store.repeat(repeats)
+            self.prefix = self.prefix.repeated(repeats)
+        elif why := self.why_copies(repeats, pays):
+            self.store.repeat(repeats)
+            self.unshared = why
+        else:
+            self.prefix, self.store = prefix.share(self.store, repeats)
         self.rows_changed(tuple(x for x in self.starts for _ in range(repeats)))
+
+
+@patch
+def share(self: TurboQuantCache, times: int) -> None:
+    """Repeat every row so often, and hold what rows have in common once wherever that can be:
+    the least memory, though steps of few rows may take longer than on copies, which
+    `batch_repeat_interleave` makes where these are faster. `report()["shared"]` says what is."""
+    for x in self.layers:
+        for group in getattr(x, "groups", ()):
+            group.batch_repeat_interleave(times, False)
+        if not hasattr(x, "groups"):
+            x.batch_repeat_interleave(times)
 
 
 TurboQuantLayer.reorder_cache = TurboQuantLayer.batch_select_indices
@@ -146,7 +199,8 @@ def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
     """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and
     only where rows differ in their padding."""
     _check_rows(beam_idx, [x.store.batch for x in self.coded_layers if x.is_initialized])
-    padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
+    shares = lambda x: x.prefix is not None and x.prefix.store.batch > 1
+    padded = any(len(set(x.starts or ())) > 1 or shares(x) for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
     for layer in self.layers:
         coded = hasattr(layer, "groups")
@@ -181,6 +235,7 @@ def offload(self: TurboQuantLayer) -> None:
     "Move the codes to the CPU."
     if self.is_initialized:
         self.make_growing()
+        self.unshare()
         self.store.to("cpu")
 
 

@@ -19,7 +19,7 @@ from ..cache.clock import CAPTURE, DeviceClock, flags_of
 from ..cache.exact import _plain
 from ..cache.store import KVStore, tail_with
 from .layer import CodedStates, TurboQuantLayer
-from ..kernels import ops
+from ..kernels import ops, prefix
 from ..kernels.encode_launch import prepare
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
@@ -55,7 +55,7 @@ class CapturedSteps:
     def hold_still(self, layer: TurboQuantLayer) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."
         if not layer.store.clock.fixed:
-            layer.store = counted_by_device(layer.store, layer.max_length)
+            layer.store = counted_by_device(layer.store, layer.room)
             self.settle(layer, layer.store.key.tensors["sinks"])
 
     def append(self, layer: TurboQuantLayer, key_states: Tensor, value_states: Tensor) -> tuple:
@@ -83,6 +83,13 @@ class CapturedSteps:
             call = call._replace(mask=call.mask & (places >= start[:, None, None, None]))
         few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
         return ops.serve(call, self.backends["attention"].backend if few else "torch")
+
+    def attend_prefix(self, call: Call) -> Answer:
+        "To tokens that rows share: by what can be replayed."
+        found = ops.select_backend(call)
+        name = found.backend if ops.BACKENDS[found.backend].recorded else "torch"
+        self.backends["shared tokens"] = found._replace(backend=name)
+        return prefix.attend(call, name)
 
 
 TurboQuantLayer.make_captured = CapturedSteps

@@ -118,6 +118,8 @@ INDEX = Spec(bits=4, center="prompt_mean")
 class IndexKeys(TurboQuantLayer):
     "Keys by which a layer selects tokens: their halves in the place of keys and values."
 
+    shares = False
+
     def take(self, keys: Tensor) -> Tensor:  # [B, n, d] -> [B, T, d]
         "Code n keys; all that are held, the n exactly."
         size = self.info.key_size

@@ -397,6 +397,7 @@ def sending(
             if x.index > module.layer_idx or x.held <= before[len(sent)]:
                 break
             x.make_growing()
+            x.unshare()
             try:
                 sender.add(*state_of(x.store))
             except Exception as error:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['READY', 'NUMBER_SLOTS', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'window_chain',
            'CodeTables', 'last_dim_dense', 'store_operands', 'call_numbers', 'Launch', 'Launcher', 'padded_size',
-           'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine',
-           'is_interpreted', 'plain_queries', 'portable_attention']
+           'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combined',
+           'combine', 'is_interpreted', 'plain_queries', 'portable_attention']
 
 # %% ../../nbs/41b_decode_launch.ipynb #41b00006
 import inspect
@@ -504,14 +504,14 @@ def exact_arguments(
     return exact | dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn), mixed
 
 
-def combine(
+def combined(
     x: DecodeOperands,
     s: DecodeSizes,
     shared: dict,
     parts: Parts,
     fast: bool = False,
     pdl: bool = False,
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
+) -> tuple:  # (output, what is to be rotated back and added, log-sum-exp, `Launch`, mixed?)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
     at work."""
     q, shape = x.q, x.q.shape[:3]
@@ -553,9 +553,18 @@ def combine(
     )
     slots = _COMBINE_SLOTS if x.k is None else _COMBINE_SLOTS | dict(CK="k", CV="v")
     launch = _combine_launcher(grid, named, slots, num_warps=4, **options)
-    if not fast:  # value_rotation is R, so this is Rᵀ o
-        out = (out + rotate(rest, x.value_rotation)).to(q.dtype)
-    return out, lse, launch if fast and not mixed else None
+    return out, rest, lse, launch, mixed
+
+
+def combine(
+    x: DecodeOperands, s: DecodeSizes, *how
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
+    "`combined`, whose output is whole."
+    out, rest, lse, launch, mixed = combined(x, s, *how)
+    if out is not rest:  # value_rotation is R, so this is Rᵀ o
+        out = (out + rotate(rest, x.value_rotation)).to(x.q.dtype)
+        return out, lse, None
+    return out, lse, None if mixed else launch
 
 # %% ../../nbs/41b_decode_launch.ipynb #a41d0003
 _NO_TABLE = dict.fromkeys(

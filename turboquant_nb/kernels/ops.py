@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, join, with_sinks
-from . import blocks, cpu, encode_launch, latents, launch
+from . import blocks, cpu, encode_launch, latents, launch, many_rows
 from . import viterbi  # noqa: F401 (importing registers it)
 from .append import append as append_by_kernel, append_again
 from .encode import device_properties
@@ -271,6 +271,7 @@ BACKENDS = {
         launch.Triton(),
         latents.Latents(),
         Flash(),
+        many_rows.Many(),
         cpu.Cpu(),
         gather.Gather(),
         BlockByBlock(),
@@ -352,7 +353,7 @@ def attend(
     k: Tensor | None = None,  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None = None,  # [B, H, m, d_value]; both are used instead of the codes
     # mask, first, recent, bias: see `attention.Call`; scaling, sliding_window, softcap, causal
-    # and backend ("auto", "triton", "latents", "flash", "cpu",
+    # and backend ("auto", "triton", "latents", "flash", "many", "cpu",
     # "gather", "blocks" or "torch"): see `attention.Rule`
     **more,
 ) -> Answer:  # output [B, Hq, n, d_value] in q's dtype, log-sum-exp [B, Hq, n] fp32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .cells import CellPlan
 from .decode import _levels, _planes, tl, triton
-from .decode_launch import padded_size
+from .decode_launch import Launcher, padded_size
 
 # %% ../../nbs/45bd_past.ipynb #45b00023
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
@@ -157,6 +157,9 @@ def _join_past_kernel(
     tl.store(at, (x + tl.where((b > 0)[:, None], y, 0.0)).to(OWN.dtype.element_ty), mask=here)
 
 
+_join_launcher = Launcher(_join_past_kernel)
+
+
 def join_past(
     own: Tensor,  # [T, Hq, d] is changed in place, neighbouring channels side by side
     own_lse: Tensor,  # [T, Hq]
@@ -179,7 +182,7 @@ def join_past(
             f"{list(past_lse.shape)}"
         )
     rows, heads, d, m = own.shape[0] * own.shape[1], own.shape[1], own.shape[2], 16
-    _join_past_kernel[(-(-rows // m),)](
+    named = dict(
         OWN=own,
         ot=own.stride(0),
         oh=own.stride(1),
@@ -198,5 +201,5 @@ def join_past(
         D=d,
         DP=padded_size(d),
         M=m,
-        num_warps=4,
     )
+    _join_launcher(-(-rows // m), named, {}, num_warps=4)

@@ -239,8 +239,11 @@ def angle_tables(
     too short."""
     held = cos_sin.memo
     if page not in held or held[page].positions < positions:
-        most = -(-positions // _POSITIONS) * _POSITIONS
-        held[page] = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
+        most = -(-(positions + cos_sin.begin) // _POSITIONS) * _POSITIONS
+        near, far = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
+        if cos_sin.begin:  # whole tiles later
+            far = torch.cat([far[:256], far[256 + cos_sin.begin // 256 :]])
+        held[page] = AngleTables(near, far)
     return held[page]
 
 # %% ../../nbs/42_query.ipynb #6b7f8499

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LANES', 'BLOCK', 'GROWTH', 'CENTRES', 'block_sums', 'sum_blocks', 'ordered_sum', 'channel_sum', 'shrunk_mean',
            'prompt_mean', 'masked_mean', 'CosSinCache', 'shared_cos_sin', 'rows_at', 'Terms', 'Centre', 'NoCentre',
-           'PromptMean', 'PreRopeMean', 'register_centre', 'KnownMean']
+           'PromptMean', 'PreRopeMean', 'register_centre']
 
 # %% ../../nbs/16_centre.ipynb #07b61a2d
 from typing import NamedTuple
@@ -113,8 +113,9 @@ GROWTH = 256  # positions by which a table of angles grows
 class CosSinCache:
     "Cosines and sines of RoPE's angles on one device, position by position."
 
-    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None):
+    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None, begin: int = 0):
         self.inv_freq = inv_freq  # [r/2] fp32
+        self.begin = begin  # position of the first row
         self.numbers = numbers or tuple(inv_freq.tolist())  # the same on the host
         # channel pairs that rotate: those behind them have frequency 0, as in Gemma 4
         self.rotating = max((i + 1 for i, f in enumerate(self.numbers) if f), default=1)
@@ -123,6 +124,15 @@ class CosSinCache:
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
         )
         self._row = None, None  # position, and what `row` said of it
+        self._later = WeakValueDictionary()  # see `after`
+
+    def after(self, tokens: int) -> "CosSinCache":
+        "The one table, beside this, that begins so many positions (times 256) later."
+        found = self._later.get(tokens)
+        if found is None:
+            begin = self.begin + tokens
+            found = self._later[tokens] = CosSinCache(self.inv_freq, self.numbers, begin)
+        return found
 
     def __deepcopy__(self, memo):
         return self  # copies share it too
@@ -132,7 +142,7 @@ class CosSinCache:
         have, need = len(self.table), -(-tokens // GROWTH) * GROWTH
         if need > have:
             with torch.inference_mode(False), torch.no_grad():
-                t = torch.arange(have, need, device=self.inv_freq.device)
+                t = torch.arange(have, need, device=self.inv_freq.device) + self.begin
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
         return self.table
 
@@ -300,21 +310,3 @@ def register_centre(centre: Centre) -> Centre:
     """A centre that a `Spec` can name; the one registered before, if there is one of that name.
     Raises TypeError for what is no Centre."""
     return CENTRES.setdefault(checks.instance(centre, "centre", Centre).name, centre)
-
-# %% ../../nbs/16_centre.ipynb #90b8caa7
-class KnownMean(Centre):
-    "A mean that was found beforehand, taken out and given back as another centre does."
-
-    def __init__(
-        self,
-        name: str,
-        mean: Tensor,  # [H, d] of each head; before RoPE if `of` rotates
-        of: Centre,  # how it is subtracted
-    ):
-        self.name, self.mean, self.kind, self.rotates = name, mean, of.kind, of.rotates
-        self.at, self.query, self.output, self.refuses = of.at, of.query, of.output, of.refuses
-
-    def fit(self, x, start, skip, rows=None):
-        "The mean, whatever comes."
-        mean = self.mean.to(x.device, torch.bfloat16)[None, :, None]
-        return mean.expand(len(x), -1, -1, -1)
