@@ -69,7 +69,7 @@ GONE: dict[str, str] = {
         "of latents up to 128 heads are"
     ),
     "a page of {} numbers has no room for {} recent and {} first tokens of {} heads with {} "
-    "numbers each": "by `step.exact_states`, of a head's part of a page",
+    "numbers each": "by `pages.exact_states`, of a head's part of a page",
     "vLLM must be at least {} and below {}, whose interface this was tested with; got {}": (
         "a newer one is tried, with a warning"
     ),
