@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items):
 MAY_SKIP = re.compile(
     "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM|LMCache|gradio) is not installed|"
     "TURBOQUANT_SLOW|only for some models|not in this "
-    "transformers|not a model here|own cache does not work there"
+    "transformers|not a model here|own cache does not work there|no history here"
 )
 
 

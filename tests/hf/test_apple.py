@@ -12,6 +12,7 @@ pytest.importorskip("torchgen")
 from tests.helpers import prompt, tiny
 from tests.hf.apple import MPS, apple, send, supported
 from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache, attend, preset
+from turboquant_nb.cache import append
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 HOW = dict(max_new_tokens=4, do_sample=False)
@@ -108,10 +109,10 @@ def test_a_float64_on_the_path_is_found(monkeypatch):
         store = KVStore(preset("k3v3"), 1, 2, 64, device="mps", dtype=torch.float32)
         k = torch.randn(1, 2, 300, 64).to("mps")
         store.append(k, k)
-        encode = type(store.key.q).encode
+        encode = append.encode
         wide = lambda q, x, *more: encode(q, x.double().float(), *more)
         with monkeypatch.context() as patch:
-            patch.setattr(type(store.key.q), "encode", wide)
+            patch.setattr(append, "encode", wide)
             with pytest.raises(TypeError, match="float64"):
                 store.append(k, k)
         out, _ = attend(torch.randn(1, 4, 1, 64).to("mps"), store)

@@ -156,7 +156,8 @@ class KVStore:
     def plans(self) -> dict:
         """Of `memo` what holds tables that kernels read beside this store's tensors: who
         captures a step keeps it."""
-        return self.memo.setdefault("plans", {})
+        memo = self.memo
+        return memo["plans"] if "plans" in memo else memo.setdefault("plans", {})
 
     # --- appending
 

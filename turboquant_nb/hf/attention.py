@@ -342,7 +342,8 @@ def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:
     layer = call.key.layer
     layer.calls[ops.BACKENDS[name].served] += 1
     layer.backends[name] += 1
-    layer.free(call.key.first)
+    if layer.is_sliding:
+        layer.free(call.key.first)
     if call.sink is None:
         return answer.out
     return with_sinks(*answer, call.sink, need_lse=False).out
