@@ -27,8 +27,7 @@ class Keeps(StepRunner):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_kept(monkeypatch):
-    monkeypatch.setattr(kept, "MOST", 256 * 2**20)  # 0: off
+def nothing_is_kept():
     yield
     gc.collect()
     _KEPT.clear()
@@ -363,9 +362,9 @@ def test_moved_stores_hold_the_same(trusting):
     assert spare.stores[1].sync() == 27
 
 
-def test_nothing_is_kept_unless_asked_for(monkeypatch):
-    "As it comes, a runner that replays neither leaves nor takes anything."
+def test_nothing_is_kept_where_it_is_off(monkeypatch):
+    "A runner that replays leaves and takes by itself, unless nothing may be kept."
     runner = TurboQuantCache(model_of()).runner
     assert runner.graphs is True and runner.keeps
-    monkeypatch.undo()
-    assert kept.MOST == 0 and not runner.keeps
+    monkeypatch.setattr(kept, "MOST", 0)
+    assert not runner.keeps

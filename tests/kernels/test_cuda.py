@@ -604,16 +604,15 @@ def test_products_beside_each_other():
     assert all(torch.equal(logits["one", b], logits["two", b]) for b in (1, 3))
 
 
-def test_a_graph_for_the_next_cache(monkeypatch):
+def test_a_graph_for_the_next_cache():
     """Of prompts that have room where an earlier cache's codes lay, with padding and in a
     second turn: nothing is captured, tokens are those of eager steps; and of stores that
     somebody holds nothing is overwritten."""
     import gc
 
-    from turboquant_nb.hf import TurboQuantCache, kept
+    from turboquant_nb.hf import TurboQuantCache
     from turboquant_nb.hf.kept import _KEPT, release
 
-    monkeypatch.setattr(kept, "MOST", 256 * 2**20)  # 0: off
     model = llama(torch.bfloat16, layers=4)
 
     def run(tokens, graphs=True, padded=False, **options):

@@ -18,7 +18,8 @@ from ..cache.store import KVStore, row_tensors
 from .runner import StepRunner
 
 # %% ../../nbs/53d_kept.ipynb #53d00006
-MOST = 0  # bytes of the stores that a model keeps; 0: nothing is kept, unless somebody sets it
+# bytes of the stores that a model keeps; 0: nothing, as where references are counted otherwise
+MOST = 256 * 2**20 if sys.version_info < (3, 14) and hasattr(sys, "getrefcount") else 0
 _SPARE = 64  # tokens that a store must have room for, or it would soon grow
 # times the room that is needed, or tokens: programs for longer stores find nothing to do
 _LONG, _SHORT = 4, 1024
