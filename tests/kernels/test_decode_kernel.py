@@ -948,7 +948,8 @@ def on_torch(function):
         (64, 64, 8, 1, 37, 256, 64),
         (128, 64, 3, 2, 700, 1024, 32),
         (96, 80, 2, 1, 5, 0, 16),
-        (256, 256, 4, 1, 0, 512, 128),
+        (128, 112, 8, 1, 0, 512, 128),
+        (32, 32, 4, 1, 9, 256, 256),
     ),
 )
 def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page):

@@ -842,6 +842,14 @@ def _cap(s, cap):
 
 # %% ../../nbs/43_decode_mma.ipynb #a6c2a79b
 @gluon.jit
+def _pair_at(place, HP: gl.constexpr):
+    "The channel pair that stands there, see `query._pair_order`."
+    QUARTER: gl.constexpr = HP // 4
+    lane, i = place // QUARTER, place % QUARTER
+    return gl.where(i < 4, lane * 4 + i, 16 + lane * (QUARTER - 4) + i - 4)
+
+
+@gluon.jit
 def _mean_coefficients(
     COEFFICIENTS,
     QUERY,
@@ -866,7 +874,8 @@ def _mean_coefficients(
     HP: gl.constexpr = G.HP
     H2: gl.constexpr = G.H2
     L: gl.constexpr = gl.SliceLayout(2, G.LC)
-    e = gl.arange(0, HP, layout=gl.SliceLayout(1, L))
+    place = gl.arange(0, HP, layout=gl.SliceLayout(1, L))
+    e = _pair_at(place, HP)
     j = block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, L))
     q = (
         QUERY
@@ -881,7 +890,7 @@ def _mean_coefficients(
     m1 = gl.load(m, mask=e < H2, other=0.0).to(gl.float32)[:, None]
     m2 = gl.load(m + H2, mask=e < H2, other=0.0).to(gl.float32)[:, None]
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-    row = FAR + (begin_at & 255) * (2 * HP) + e
+    row = FAR + (begin_at & 255) * (2 * HP) + place
     cos, sin = gl.load(row)[:, None], gl.load(row + HP)[:, None]
     a, o = x * cos + y * sin, y * cos - x * sin
     top = gl.max(gl.abs(a) + gl.abs(o), 0)  # no rotation makes a coefficient larger
@@ -916,31 +925,89 @@ _MIRROR = gl.constexpr(
 
 
 @gluon.jit
-def _coefficient_operand(x, part, G: gl.constexpr, mma: gl.constexpr):
-    "fp16 [HP, Q], the same in both columns of a query, or [HP, Q, 2], as operand B."
-    y, _ = gl.broadcast(x, part)
-    y = gl.permute(gl.reshape(y, [4, G.HP // 16, 2, 2, 2 * G.Q]), [1, 2, 0, 3, 4])
-    return gl.convert_layout(
-        gl.reshape(y, [G.HP, 2 * G.Q]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
+def _halves(x):
+    "fp32 as the sum of two fp16."
+    return gl.inline_asm_elementwise(
+        _TWO_HALVES,
+        "=r,=r,f,f",
+        [x],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
     )
 
 
 @gluon.jit
-def _angle_operand(NEAR, block, part, G: gl.constexpr, mma: gl.constexpr):
-    "Cosines (part 0) or sines (part 1) of 16 positions, as operand A."
-    x = gl.load(NEAR + (2 * block + part) * (16 * G.HP) + gl.arange(0, 16 * G.HP, layout=G.LN))
-    x = gl.permute(gl.reshape(x, [G.HP // 16, 8, 4, 2, 2, 2]), [4, 1, 0, 3, 2, 5])
+def _fast_operand(x, G: gl.constexpr, mma: gl.constexpr):
+    "Of coefficients, fp16 [HP, Q, 2], those of fast pairs, as operand B."
+    y = gl.permute(gl.reshape(x, [4, G.HP // 16, 4, 2 * G.Q]), [0, 2, 3, 1])
+    if G.HP > 64:
+        y, _ = gl.split(gl.reshape(y, [4, 4, 2 * G.Q, 4, 2]))
+    if G.HP > 32:
+        y, _ = gl.split(gl.reshape(y, [4, 4, 2 * G.Q, 2, 2]))
+    if G.HP > 16:
+        y, _ = gl.split(y)
+    y = gl.permute(gl.reshape(y, [4, 2, 2, 2 * G.Q]), [1, 0, 2, 3])
     return gl.convert_layout(
-        gl.reshape(x, [16, G.HP]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+        gl.reshape(y, [16, 2 * G.Q]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
     )
 
 
 @gluon.jit
-def _even_odd(NEAR, block, high, low, odd, G: gl.constexpr, mma: gl.constexpr):
+def _slow_sums(high, low, NEAR, odd: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
+    "What slow pairs, fp16 [HP, Q, 2] twice, give to even or odd functions: [2Q, 8]."
+    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    at = NEAR + 8 * 3 * 256 + 2 * odd * (8 * G.HP) + gl.arange(0, 8 * G.HP, layout=G.LP)
+    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    p = gl.permute(gl.reshape(gl.load(at), [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
+    shares = gl.convert_layout(gl.reshape(p, [G.HP, 8]), B, assert_trivial=True)
+    p = gl.load(at + 8 * G.HP)
+    p = gl.permute(gl.reshape(p, [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
+    rest = gl.convert_layout(gl.reshape(p, [G.HP, 8]), B, assert_trivial=True)
+    sums = gl.zeros([16, 8], gl.float32, layout=mma)
+    if G.Q == 4:  # both halves are rows of one operand
+        x = gl.reshape(gl.join(high, low), [4, G.HP // 16, 2, 2, 8, 2])
+        x = gl.reshape(gl.permute(x, [5, 4, 1, 2, 0, 3]), [16, G.HP])
+        x = gl.convert_layout(x, A, assert_trivial=True)
+        sums = mma_v2(x, shares, mma_v2(x, rest, sums))
+        a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
+        sums = a + b
+    else:
+        x = gl.permute(gl.reshape(low, [4, G.HP // 16, 2, 2, 16]), [4, 1, 2, 0, 3])
+        x = gl.convert_layout(gl.reshape(x, [16, G.HP]), A, assert_trivial=True)
+        sums = mma_v2(x, shares, sums)
+        x = gl.permute(gl.reshape(high, [4, G.HP // 16, 2, 2, 16]), [4, 1, 2, 0, 3])
+        x = gl.convert_layout(gl.reshape(x, [16, G.HP]), A, assert_trivial=True)
+        sums = mma_v2(x, shares, mma_v2(x, rest, sums))
+    return sums
+
+
+@gluon.jit
+def _slow_operand(even, odd, G: gl.constexpr, mma: gl.constexpr):
+    "Sums of even and of odd functions, fp16 [2Q, 8], as operand B."
+    y = gl.reshape(gl.permute(gl.join(even, odd), [2, 1, 0]), [16, 2 * G.Q])
+    return gl.convert_layout(y, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _near_operand(NEAR, block, part, G: gl.constexpr, mma: gl.constexpr):
+    "Cosines (part 0), sines (1) or functions (2) at 16 positions, as operand A."
+    x = gl.load(NEAR + (3 * block + part) * 256 + gl.arange(0, 256, layout=G.LN))
+    x = gl.permute(gl.reshape(x, [8, 4, 2, 2, 2]), [3, 0, 2, 1, 4])
+    return gl.convert_layout(
+        gl.reshape(x, [16, 16]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _even_odd(NEAR, block, fast, slow, G: gl.constexpr, mma: gl.constexpr):
     "E + O and E - O of 16 positions, [16, Q]."
-    cos, sin = _angle_operand(NEAR, block, 0, G, mma), _angle_operand(NEAR, block, 1, G, mma)
-    sums = mma_v2(cos, low, gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
-    return gl.split(gl.reshape(mma_v2(sin, odd, mma_v2(cos, high, sums)), [16, G.Q, 2]))
+    cos, sin = _near_operand(NEAR, block, 0, G, mma), _near_operand(NEAR, block, 1, G, mma)
+    sums = mma_v2(cos, fast[1], gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
+    sums = mma_v2(sin, fast[2], mma_v2(cos, fast[0], sums))
+    functions = _near_operand(NEAR, block, 2, G, mma)
+    sums = mma_v2(functions, slow[0], mma_v2(functions, slow[1], sums))
+    return gl.split(gl.reshape(sums, [16, G.Q, 2]))
 
 
 @gluon.jit
@@ -962,27 +1029,30 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     cos, sin = far[0][:, None], far[1][:, None]
     a, o = COEFFICIENTS.index(0).load(L), COEFFICIENTS.index(1).load(L)
     part = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LC)))[None, None, :]
-    high, low = gl.inline_asm_elementwise(
-        _TWO_HALVES,
-        "=r,=r,f,f",
-        [a * cos + o * sin],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
+    high, low = _halves(a * cos + o * sin)
+    high, _ = gl.broadcast(high[:, :, None], part)
+    low, _ = gl.broadcast(low[:, :, None], part)
     odd = (o * cos - a * sin)[:, :, None]
-    odd = gl.where(part == 0, odd, -odd).to(gl.float16)
-    high = _coefficient_operand(high[:, :, None], part, G, mma)
-    low = _coefficient_operand(low[:, :, None], part, G, mma)
-    odd = _coefficient_operand(odd, part, G, mma)
-    u0, d0 = _even_odd(NEAR, 0, high, low, odd, G, mma)
-    u1, d1 = _even_odd(NEAR, 1, high, low, odd, G, mma)
-    u2, d2 = _even_odd(NEAR, 2, high, low, odd, G, mma)
-    u3, d3 = _even_odd(NEAR, 3, high, low, odd, G, mma)
-    u4, d4 = _even_odd(NEAR, 4, high, low, odd, G, mma)
-    u5, d5 = _even_odd(NEAR, 5, high, low, odd, G, mma)
-    u6, d6 = _even_odd(NEAR, 6, high, low, odd, G, mma)
-    u7, d7 = _even_odd(NEAR, 7, high, low, odd, G, mma)
+    odd_high, odd_low = _halves(gl.where(part == 0, odd, -odd))
+    fast = (
+        _fast_operand(high, G, mma),
+        _fast_operand(low, G, mma),
+        _fast_operand(odd_high, G, mma),
+    )
+    even_high, even_low = _halves(_slow_sums(high, low, NEAR, 0, G, mma))
+    odd_high, odd_low = _halves(_slow_sums(odd_high, odd_low, NEAR, 1, G, mma))
+    slow = (
+        _slow_operand(even_high, odd_high, G, mma),
+        _slow_operand(even_low, odd_low, G, mma),
+    )
+    u0, d0 = _even_odd(NEAR, 0, fast, slow, G, mma)
+    u1, d1 = _even_odd(NEAR, 1, fast, slow, G, mma)
+    u2, d2 = _even_odd(NEAR, 2, fast, slow, G, mma)
+    u3, d3 = _even_odd(NEAR, 3, fast, slow, G, mma)
+    u4, d4 = _even_odd(NEAR, 4, fast, slow, G, mma)
+    u5, d5 = _even_odd(NEAR, 5, fast, slow, G, mma)
+    u6, d6 = _even_odd(NEAR, 6, fast, slow, G, mma)
+    u7, d7 = _even_odd(NEAR, 7, fast, slow, G, mma)
     # token bits: 0 and 3 to 5 are the row of a product, 1, 2 and 6 its number, 7 the half of
     # the tile; the lower half runs backwards
     up = gl.join(
@@ -1656,11 +1726,12 @@ def _mean_layouts(pairs: int, rows: int) -> dict:
     more = [[0, x, 0] for x in _powers(4, (rows // 4).bit_length() - 1)]
     near = [[x, 0, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
     lanes = [[pairs // 4, 0, 0], [pairs // 2, 0, 0], [0, 0, 1], [0, 1, 0], [0, 2, 0]]
-    far = [[x] for x in _powers(256, (pairs // 16).bit_length() - 1)]
+    shares = [[x] for x in _powers(1, (pairs // 4).bit_length() - 1)]
     return dict(
         LC=linear(near + more, lanes, [pairs, rows, 2]),
         SC=gl.SwizzledSharedLayout(4, 1, 4, [0, 1]),
-        LN=linear([[1], [2], [4], *far], [[x] for x in (8, 16, 32, 64, 128)], [16 * pairs]),
+        LN=linear([[1], [2], [4]], [[x] for x in (8, 16, 32, 64, 128)], [256]),
+        LP=linear(shares, [[x] for x in _powers(pairs // 4, 5)], [8 * pairs]),
     )
 
 # %% ../../nbs/43_decode_mma.ipynb #eacf17ba

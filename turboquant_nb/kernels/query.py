@@ -160,14 +160,23 @@ def score_bias(
     return bias, [_bias_launcher(grid, named, _BIAS_SLOTS, num_warps=4)]
 
 # %% ../../nbs/42_query.ipynb #e97932fa
-def _near_order(
-    pairs: int, page: int
-) -> tuple:  # (token of the upper half, channel pair), [8, 16 * pairs] each
-    """Which angle is where in `near`: 8 blocks of 16 positions; pages of `page` tokens say
-    which token a byte row holds."""
-    f, block = torch.arange(16 * pairs), torch.arange(8)[:, None]
-    near, upper, far, lane = f & 1, f >> 1 & 1, f >> 2 & 1, f >> 3 & 31
-    pair = lane % 4 * (pairs // 4) + (f >> 8) * 4 + far * 2 + near
+_FAST, _SLOW = 16, 8  # channel pairs that stand for themselves; functions of all others
+
+
+def _pair_order(pairs: int) -> Tensor:  # [pairs]
+    """Which channel pair stands where: each quarter of the places begins with four fast
+    ones."""
+    quarter, at = pairs // 4, torch.arange(pairs)
+    lane, i = at // quarter, at % quarter
+    slow = _FAST + lane * (quarter - 4) + i - 4
+    return torch.where(i < 4, lane * 4 + i, slow)
+
+
+def _near_order(page: int) -> tuple:  # (token, column), [8, 256] each
+    """Which token of a tile, and which column of its table, is where in `near`: 8 blocks of 16
+    positions; pages of `page` tokens say which token a byte row holds."""
+    f, block = torch.arange(256), torch.arange(8)[:, None]
+    near, upper, far, lane = f & 1, f >> 1 & 1, f >> 2 & 1, f >> 3
     slot = (
         128
         + upper
@@ -177,41 +186,63 @@ def _near_order(
         + 64 * (block >> 2)
     )
     row, rows = slot % 64, page // 4
-    return row // rows * page + slot // 64 * rows + row % rows, pair.expand(8, -1)
+    token = row // rows * page + slot // 64 * rows + row % rows
+    return token, (lane % 4 * 4 + far * 2 + near).expand(8, -1)
+
+
+def _slow_functions(table: Tensor) -> tuple:  # ([128, 8], [8, slow pairs], largest error)
+    """Functions whose sums, by what each pair gives to them, are the columns of a table [128,
+    slow pairs]: the largest singular vectors."""
+    n, error = min(_SLOW, table.shape[1]), 0.0
+    functions, shares = table.new_zeros(128, _SLOW), table.new_zeros(_SLOW, table.shape[1])
+    if n:
+        u, s, v = torch.linalg.svd(table, full_matrices=False)
+        top = u[:, :n].abs().amax(0)
+        functions[:, :n], shares[:n] = u[:, :n] / top, (top * s[:n])[:, None] * v[:n]
+        error = float((functions @ shares - table).abs().max())
+    return functions, shares, error
 
 
 class AngleTables(NamedTuple):
     "Cosines and sines from which the tensor-core kernel makes those of every position."
 
-    # [8, 2, 16 * HP] fp16: cosines and sines of the upper half of a tile, seen from its middle;
-    # HP: r/2, padded
+    # fp16: [8, 3, 256], of half of a tile, seen from its middle: cosines of fast pairs,
+    # their sines, functions of slow pairs; then [2, 2, 8, HP], what a pair gives to each even
+    # function, high and low, and to each odd one; HP: r/2, padded
     near: Tensor
     # [257 + tiles, 2 * HP] fp32: of 127.5, 128.5, … 382.5 positions, then of -256, 0, 256, …
     far: Tensor
 
     @classmethod
-    def of(cls, inv_freq: Tensor, positions: int, page: int) -> "AngleTables":
+    def of(cls, inv_freq: Tensor, positions: int, page: int) -> "AngleTables | None":
         """For positions below `positions`, in stores with tiles of `page` tokens, on the device
-        of `inv_freq` [r/2]."""
-        pairs = padded_size(len(inv_freq))
+        of `inv_freq` [r/2]; None where pairs turn too fast for the functions."""
+        pairs, real = padded_size(len(inv_freq)), len(inv_freq)
         omega = torch.zeros(pairs, dtype=torch.float64)
-        omega[: len(inv_freq)] = inv_freq.detach().cpu().double()
-        real = torch.arange(pairs) < len(
-            inv_freq
-        )  # a pair that only pads has zeros, whatever its coefficients are
-        token, pair = _near_order(pairs, page)
-        angle = (token - 127.5) * omega[pair]
-        near = torch.stack([angle.cos(), angle.sin()], 1) * real[pair][:, None]
-        at = (
-            torch.cat(
-                [torch.arange(256) + 127.5, 256.0 * torch.arange(-1, -(-positions // 256))]
-            ).double()[:, None]
-            * omega
-        )
-        far = torch.cat([at.cos() * real, at.sin() * real], 1)
-        return cls(
-            near.half().contiguous().to(inv_freq.device), far.float().to(inv_freq.device)
-        )
+        omega[:real] = inv_freq.detach().cpu().double()
+        order = _pair_order(pairs)
+        angle = (torch.arange(128.0).double() + 0.5)[:, None] * omega
+        angle[:, real:] = torch.pi / 2  # a pair that only pads
+        token, column = _near_order(page)
+        sides, given = [], []
+        for sign, table in ((1, angle.cos()), (-1, angle.sin())):
+            table[:, real:] = 0  # whatever its coefficients are
+            functions, shares, error = _slow_functions(table[:, _FAST:])
+            if error > 2**-14:  # a quarter of what rounding to fp16 may do
+                return None
+            upper = torch.cat([table[:, :_FAST], functions], 1)
+            sides.append(torch.cat([sign * upper.flip(0), upper]).split([_FAST, _SLOW], 1))
+            full = torch.cat([shares.new_zeros(_SLOW, _FAST), shares], 1)[:, order]
+            given += [full.half(), (full - full.half()).half()]
+        (cos, even), (sin, odd) = sides
+        # columns of functions: even ones at 0, 1, 4, 5, …, odd ones between
+        slow = torch.stack([even.unflatten(1, (4, 2)), odd.unflatten(1, (4, 2))], 2).flatten(1)
+        near = torch.stack([x[token, column] for x in (cos, sin, slow)], 1).half()
+        steps = 256.0 * torch.arange(-1, -(-positions // 256))
+        at = torch.cat([torch.arange(256) + 127.5, steps]).double()[:, None] * omega[order]
+        far = torch.cat([at.cos(), at.sin()], 1) * (order < real).repeat(2)
+        near = torch.cat([near.flatten(), *(x.flatten() for x in given)])
+        return cls(near.to(inv_freq.device), far.float().to(inv_freq.device))
 
     @property
     def positions(self) -> int:
@@ -223,27 +254,30 @@ _POSITIONS = 1 << 16  # tables are of multiples: 300 KB at d = 128, so most cach
 
 
 @lru_cache(maxsize=8)  # making them waits for the device, and caches come and go
-def _tables_of(numbers: tuple, device: torch.device, positions: int, page: int) -> AngleTables:
+def _tables_of(
+    numbers: tuple, device: torch.device, positions: int, page: int
+) -> AngleTables | None:
     "Angle tables of frequencies that the host knows."
     with torch.inference_mode(False), torch.no_grad():
         made = AngleTables.of(torch.tensor(numbers, dtype=torch.float64), positions, page)
-        return AngleTables(*(x.to(device) for x in made))
+        return made and AngleTables(*(x.to(device) for x in made))
 
 
 def angle_tables(
     cos_sin,  # `store.CosSinCache`
     positions: int,
     page: int,  # tokens of a tile or page, at most 256
-) -> AngleTables:
+) -> AngleTables | None:
     """Shared tables that serve positions below `positions`; made anew where those at hand are
-    too short."""
+    too short. None where there can be none."""
     held = cos_sin.memo
-    if page not in held or held[page].positions < positions:
+    if page not in held or (held[page] and held[page].positions < positions):
         most = -(-(positions + cos_sin.begin) // _POSITIONS) * _POSITIONS
-        near, far = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
-        if cos_sin.begin:  # whole tiles later
-            far = torch.cat([far[:256], far[256 + cos_sin.begin // 256 :]])
-        held[page] = AngleTables(near, far)
+        made = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
+        if made and cos_sin.begin:  # whole tiles later
+            far = torch.cat([made.far[:256], made.far[256 + cos_sin.begin // 256 :]])
+            made = made._replace(far=far)
+        held[page] = made
     return held[page]
 
 # %% ../../nbs/42_query.ipynb #6b7f8499
