@@ -867,9 +867,10 @@ class Gluon:
     """What the functions ask of Gluon, with layouts left out: they move nothing but where lanes
     swap."""
 
-    float16, float32, int32, int64, constexpr, static_range = (
+    float16, float32, int16, int32, int64, constexpr, static_range = (
         torch.float16,
         torch.float32,
+        torch.int16,
         torch.int32,
         torch.int64,
         None,
@@ -909,7 +910,9 @@ class Gluon:
 
     @staticmethod
     def inline_asm_elementwise(text, constraints, args, **_):
-        (x,) = args
+        x, *more = args
+        if text is decode_mma._AND:
+            return torch.where(more[0] != 0, x, torch.zeros_like(x))
         if text is decode_mma._TWO_HALVES:
             return x.half(), (x - x.half().float()).half()
         assert (
@@ -923,8 +926,10 @@ class Coefficients:
         self.held = {}
 
     def index(self, i):
+        both = lambda *_: SimpleNamespace(load=lambda layout: pair)
+        pair = torch.stack([self.held[i], self.held[i + 1]]) if i + 1 in self.held else None
         return SimpleNamespace(
-            store=lambda x: self.held.__setitem__(i, x), load=lambda layout: self.held[i]
+            store=lambda x: self.held.__setitem__(i, x), _reinterpret=both
         )
 
 
@@ -969,8 +974,7 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
     b, h, held, flat = 1, 1, Coefficients(), lambda x: Pointer(x.flatten())
     sb, sh, sn, _ = q.stride()
     whole = torch.tensor
-    top, still = on_torch("_mean_coefficients")(
-        held,
+    inputs = on_torch("_mean_inputs")(
         flat(q),
         flat(m),
         flat(tables.far),
@@ -984,9 +988,9 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
         n,
         group,
         offset - start,
-        0.5,
         G,
     )
+    top, still = on_torch("_mean_coefficients")(held, inputs, 0.5, G)
     rows = q[b, h * group : (h + 1) * group].reshape(group * n, d).double()
     mean, slot = m[b, h, 0].double(), torch.arange(256)
     i, row, part = slot // 64, slot % 64, page // 4

@@ -850,32 +850,15 @@ def _pair_at(place, HP: gl.constexpr):
 
 
 @gluon.jit
-def _mean_coefficients(
-    COEFFICIENTS,
-    QUERY,
-    M,
-    FAR,
-    sb,
-    sh,
-    sn,
-    b,
-    h,
-    bh,
-    block,
-    n,
-    group,
-    begin_at,
-    factor,
-    G: gl.constexpr,
+def _mean_inputs(
+    QUERY, M, FAR, sb, sh, sn, b, h, bh, block, n, group, begin_at, G: gl.constexpr
 ):
-    """Coefficients of Q query rows and the mean of their head at 127.5 tokens after position
-    `begin_at` modulo 256, as multiples of what is returned, to shared memory; returned too: the
-    product of channels that RoPE leaves alone."""
-    HP: gl.constexpr = G.HP
-    H2: gl.constexpr = G.H2
-    L: gl.constexpr = gl.SliceLayout(2, G.LC)
-    place = gl.arange(0, HP, layout=gl.SliceLayout(1, L))
-    e = _pair_at(place, HP)
+    """What `_mean_coefficients` needs, loaded before anything waits: channel pairs of Q query
+    rows and of the mean of their head, and the angles of where its tiles begin; [HP, Q] and
+    [HP, 1]."""
+    L: gl.constexpr = gl.SliceLayout(0, G.LC)
+    place = gl.arange(0, G.HP, layout=gl.SliceLayout(1, L))
+    e = _pair_at(place, G.HP)
     j = block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, L))
     q = (
         QUERY
@@ -884,41 +867,48 @@ def _mean_coefficients(
         + (j % n).to(gl.int64) * sn
     )
     at, m = q[None, :] + e[:, None], M + bh.to(gl.int64) * G.D + e
-    ok = (e < H2)[:, None] & (j < group * n)[None, :]
+    ok = (e < G.H2)[:, None] & (j < group * n)[None, :]
     q1 = gl.load(at, mask=ok, other=0.0).to(gl.float32)
-    q2 = gl.load(at + H2, mask=ok, other=0.0).to(gl.float32)
-    m1 = gl.load(m, mask=e < H2, other=0.0).to(gl.float32)[:, None]
-    m2 = gl.load(m + H2, mask=e < H2, other=0.0).to(gl.float32)[:, None]
+    q2 = gl.load(at + G.H2, mask=ok, other=0.0).to(gl.float32)
+    m1 = gl.load(m, mask=e < G.H2, other=0.0).to(gl.float32)[:, None]
+    m2 = gl.load(m + G.H2, mask=e < G.H2, other=0.0).to(gl.float32)[:, None]
+    row = FAR + (begin_at & 255) * (2 * G.HP) + place
+    cos, sin = gl.load(row)[:, None], gl.load(row + G.HP)[:, None]
+    still = gl.zeros([G.Q], gl.float32, layout=gl.SliceLayout(0, L))
+    if 2 * G.H2 < G.D:
+        for first in gl.static_range(2 * G.H2, G.D, G.HP):
+            rest = first + e
+            seen = (rest < G.D)[:, None] & (j < group * n)[None, :]
+            x = gl.load(q[None, :] + rest[:, None], mask=seen, other=0.0).to(gl.float32)
+            y = gl.load(M + bh.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0)
+            still += gl.sum(x * y.to(gl.float32)[:, None], 0)
+    return q1, q2, m1, m2, cos, sin, still
+
+
+@gluon.jit
+def _mean_coefficients(COEFFICIENTS, inputs, factor, G: gl.constexpr):
+    """Coefficients at 127.5 tokens after the position of the angles modulo 256, of cosines, of
+    sines and of cosines negated, as multiples of what is returned, to shared memory; returned
+    too: the product of channels that RoPE leaves alone."""
+    q1, q2, m1, m2, cos, sin, still = inputs
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-    row = FAR + (begin_at & 255) * (2 * HP) + place
-    cos, sin = gl.load(row)[:, None], gl.load(row + HP)[:, None]
     a, o = x * cos + y * sin, y * cos - x * sin
     top = gl.max(gl.abs(a) + gl.abs(o), 0)  # no rotation makes a coefficient larger
     top = gl.where(top > 1e-30, top, 1.0)
     unit = (1.0 / top)[None, :]
     COEFFICIENTS.index(0).store(a * unit)
     COEFFICIENTS.index(1).store(o * unit)
-    still = top * 0
-    if 2 * H2 < G.D:
-        for first in gl.static_range(2 * H2, G.D, HP):
-            rest = first + e
-            seen = (rest < G.D)[:, None] & (j < group * n)[None, :]
-            x = gl.load(q[None, :] + rest[:, None], mask=seen, other=0.0).to(gl.float32)
-            still += gl.sum(
-                x
-                * gl.load(M + bh.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0).to(
-                    gl.float32
-                )[:, None],
-                0,
-            )
+    COEFFICIENTS.index(2).store(-a * unit)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
     return gl.convert_layout(top * factor, column), gl.convert_layout(still * factor, column)
+
 
 # %% ../../nbs/43_decode_mma.ipynb #d30c5663
 _TWO_HALVES = (
     gl.constexpr("""{ .reg .b16 p, q; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {p, q}, $0; cvt.f32.f16 u, p; cvt.f32.f16 v, q;
  sub.f32 u, $2, u; sub.f32 v, $3, v; cvt.rn.f16x2.f32 $1, v, u; }""")
 )  # two fp32 as hi and as lo, each two fp16 in a register
+_AND = gl.constexpr("and.b32 $0, $1, $2;")
 _MIRROR = gl.constexpr(
     "shfl.sync.bfly.b32 $0, $1, 28, 31, -1;"
 )  # lane 4g + c takes from lane 4(7-g) + c
@@ -938,9 +928,18 @@ def _halves(x):
 
 
 @gluon.jit
-def _fast_operand(x, G: gl.constexpr, mma: gl.constexpr):
-    "Of coefficients, fp16 [HP, Q, 2], those of fast pairs, as operand B."
-    y = gl.permute(gl.reshape(x, [4, G.HP // 16, 4, 2 * G.Q]), [0, 2, 3, 1])
+def _kept(x, keep):
+    "fp16 where an int16 has all bits, 0 where it has none."
+    return gl.inline_asm_elementwise(
+        _AND, "=r,r,r", [x, keep], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
+    "Of coefficients, fp16 [2, HP, Q], those of fast pairs, as operand B."
+    y = gl.permute(gl.reshape(x, [2, 4, G.HP // 16, 4, G.Q]), [1, 3, 4, 0, 2])
+    y = gl.reshape(y, [4, 4, 2 * G.Q, G.HP // 16])
     if G.HP > 64:
         y, _ = gl.split(gl.reshape(y, [4, 4, 2 * G.Q, 4, 2]))
     if G.HP > 32:
@@ -948,51 +947,56 @@ def _fast_operand(x, G: gl.constexpr, mma: gl.constexpr):
     if G.HP > 16:
         y, _ = gl.split(y)
     y = gl.permute(gl.reshape(y, [4, 2, 2, 2 * G.Q]), [1, 0, 2, 3])
+    return gl.convert_layout(gl.reshape(y, [16, 2 * G.Q]), operand, assert_trivial=True)
+
+
+@gluon.jit
+def _rows(x, G: gl.constexpr, mma: gl.constexpr):
+    "Coefficients, fp16 [2, HP, 8], as operand A: a row for each query and part."
+    y = gl.permute(gl.reshape(x, [2, 4, G.HP // 16, 2, 2, 8]), [5, 0, 2, 3, 1, 4])
     return gl.convert_layout(
-        gl.reshape(y, [16, 2 * G.Q]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
+        gl.reshape(y, [16, G.HP]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _shares(NEAR, i: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
+    "What pairs give to functions, fp16 [HP, 8], as operand B."
+    x = gl.load(NEAR + 8 * 3 * 256 + i * (8 * G.HP) + gl.arange(0, 8 * G.HP, layout=G.LP))
+    x = gl.permute(gl.reshape(x, [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
+    return gl.convert_layout(
+        gl.reshape(x, [G.HP, 8]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
     )
 
 
 @gluon.jit
 def _slow_sums(high, low, NEAR, odd: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
-    "What slow pairs, fp16 [HP, Q, 2] twice, give to even or odd functions: [2Q, 8]."
-    A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    at = NEAR + 8 * 3 * 256 + 2 * odd * (8 * G.HP) + gl.arange(0, 8 * G.HP, layout=G.LP)
-    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
-    p = gl.permute(gl.reshape(gl.load(at), [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
-    shares = gl.convert_layout(gl.reshape(p, [G.HP, 8]), B, assert_trivial=True)
-    p = gl.load(at + 8 * G.HP)
-    p = gl.permute(gl.reshape(p, [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
-    rest = gl.convert_layout(gl.reshape(p, [G.HP, 8]), B, assert_trivial=True)
+    "What slow pairs give to even or to odd functions, [2Q, 8], as two fp16."
+    shares, rest = _shares(NEAR, 2 * odd, G, mma), _shares(NEAR, 2 * odd + 1, G, mma)
     sums = gl.zeros([16, 8], gl.float32, layout=mma)
     if G.Q == 4:  # both halves are rows of one operand
-        x = gl.reshape(gl.join(high, low), [4, G.HP // 16, 2, 2, 8, 2])
-        x = gl.reshape(gl.permute(x, [5, 4, 1, 2, 0, 3]), [16, G.HP])
-        x = gl.convert_layout(x, A, assert_trivial=True)
+        x = gl.reshape(gl.permute(gl.join(high, low), [0, 1, 3, 2]), [2, G.HP, 8])
+        x = _rows(x, G, mma)
         sums = mma_v2(x, shares, mma_v2(x, rest, sums))
         a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
         sums = a + b
     else:
-        x = gl.permute(gl.reshape(low, [4, G.HP // 16, 2, 2, 16]), [4, 1, 2, 0, 3])
-        x = gl.convert_layout(gl.reshape(x, [16, G.HP]), A, assert_trivial=True)
-        sums = mma_v2(x, shares, sums)
-        x = gl.permute(gl.reshape(high, [4, G.HP // 16, 2, 2, 16]), [4, 1, 2, 0, 3])
-        x = gl.convert_layout(gl.reshape(x, [16, G.HP]), A, assert_trivial=True)
-        sums = mma_v2(x, shares, mma_v2(x, rest, sums))
-    return sums
+        x = _rows(high, G, mma)
+        sums = mma_v2(x, shares, mma_v2(x, rest, mma_v2(_rows(low, G, mma), shares, sums)))
+    return _halves(sums)
 
 
 @gluon.jit
-def _slow_operand(even, odd, G: gl.constexpr, mma: gl.constexpr):
+def _slow_operand(even, odd, operand: gl.constexpr, Q: gl.constexpr):
     "Sums of even and of odd functions, fp16 [2Q, 8], as operand B."
-    y = gl.reshape(gl.permute(gl.join(even, odd), [2, 1, 0]), [16, 2 * G.Q])
-    return gl.convert_layout(y, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
+    y = gl.reshape(gl.permute(gl.join(even, odd), [2, 1, 0]), [16, 2 * Q])
+    return gl.convert_layout(y, operand, assert_trivial=True)
 
 
 @gluon.jit
-def _near_operand(NEAR, block, part, G: gl.constexpr, mma: gl.constexpr):
+def _near_operand(NEAR, block, part, mma: gl.constexpr, layout: gl.constexpr):
     "Cosines (part 0), sines (1) or functions (2) at 16 positions, as operand A."
-    x = gl.load(NEAR + (3 * block + part) * 256 + gl.arange(0, 256, layout=G.LN))
+    x = gl.load(NEAR + (3 * block + part) * 256 + gl.arange(0, 256, layout=layout))
     x = gl.permute(gl.reshape(x, [8, 4, 2, 2, 2]), [3, 0, 2, 1, 4])
     return gl.convert_layout(
         gl.reshape(x, [16, 16]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
@@ -1002,12 +1006,14 @@ def _near_operand(NEAR, block, part, G: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def _even_odd(NEAR, block, fast, slow, G: gl.constexpr, mma: gl.constexpr):
     "E + O and E - O of 16 positions, [16, Q]."
-    cos, sin = _near_operand(NEAR, block, 0, G, mma), _near_operand(NEAR, block, 1, G, mma)
+    cos = _near_operand(NEAR, block, 0, mma, G.LN)
     sums = mma_v2(cos, fast[1], gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
-    sums = mma_v2(sin, fast[2], mma_v2(cos, fast[0], sums))
-    functions = _near_operand(NEAR, block, 2, G, mma)
+    sums = mma_v2(cos, fast[0], sums)
+    sums = mma_v2(_near_operand(NEAR, block, 1, mma, G.LN), fast[2], sums)
+    functions = _near_operand(NEAR, block, 2, mma, G.LN)
     sums = mma_v2(functions, slow[0], mma_v2(functions, slow[1], sums))
-    return gl.split(gl.reshape(sums, [16, G.Q, 2]))
+    even, odd = gl.split(gl.reshape(sums, [16, G.Q, 2]))
+    return even + odd, even - odd
 
 
 @gluon.jit
@@ -1016,7 +1022,7 @@ def _far_angles(FAR, tile, G: gl.constexpr):
     row = (
         FAR
         + (257 + tile) * (2 * G.HP)
-        + gl.arange(0, G.HP, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LC)))
+        + gl.arange(0, G.HP, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LC)))
     )
     return gl.load(row), gl.load(row + G.HP)
 
@@ -1025,25 +1031,27 @@ def _far_angles(FAR, tile, G: gl.constexpr):
 def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
     `_mean_coefficients` returned."""
-    L: gl.constexpr = gl.SliceLayout(2, G.LC)
-    cos, sin = far[0][:, None], far[1][:, None]
-    a, o = COEFFICIENTS.index(0).load(L), COEFFICIENTS.index(1).load(L)
-    part = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LC)))[None, None, :]
-    high, low = _halves(a * cos + o * sin)
-    high, _ = gl.broadcast(high[:, :, None], part)
-    low, _ = gl.broadcast(low[:, :, None], part)
-    odd = (o * cos - a * sin)[:, :, None]
-    odd_high, odd_low = _halves(gl.where(part == 0, odd, -odd))
+    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    cos, sin = far[0][None, :, None], far[1][None, :, None]
+    both: gl.constexpr = [2, G.HP, G.Q]
+    x = COEFFICIENTS.index(0)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
+    y = COEFFICIENTS.index(1)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
+    high, low = _halves(x * cos + y * sin)
+    part = (gl.arange(0, 2 * G.Q, layout=gl.SliceLayout(0, B)) & 1)[None, :]
+    k = gl.arange(0, 16, layout=gl.SliceLayout(1, B))[:, None]
+    cosines, sines = (part + k * 0 - 1).to(gl.int16), (k * 0 - part).to(gl.int16)
+    own = gl.where(k < 8, cosines, sines)
+    first = _fast_operand(high, G, B)
     fast = (
-        _fast_operand(high, G, mma),
-        _fast_operand(low, G, mma),
-        _fast_operand(odd_high, G, mma),
+        _kept(first, cosines),
+        _kept(_fast_operand(low, G, B), cosines),
+        _kept(first, sines),
     )
-    even_high, even_low = _halves(_slow_sums(high, low, NEAR, 0, G, mma))
-    odd_high, odd_low = _halves(_slow_sums(odd_high, odd_low, NEAR, 1, G, mma))
+    even_high, even_low = _slow_sums(high, low, NEAR, 0, G, mma)
+    odd_high, odd_low = _slow_sums(high, low, NEAR, 1, G, mma)
     slow = (
-        _slow_operand(even_high, odd_high, G, mma),
-        _slow_operand(even_low, odd_low, G, mma),
+        _kept(_slow_operand(even_high, odd_high, B, G.Q), own),
+        _kept(_slow_operand(even_low, odd_low, B, G.Q), own),
     )
     u0, d0 = _even_odd(NEAR, 0, fast, slow, G, mma)
     u1, d1 = _even_odd(NEAR, 1, fast, slow, G, mma)
@@ -1103,6 +1111,7 @@ def _softmax_step(
     cap_at,
     SH: gl.constexpr,
     BIASED: gl.constexpr,
+    FUSED: gl.constexpr,
     CAPPED: gl.constexpr,
     G: gl.constexpr,
 ):
@@ -1116,6 +1125,8 @@ def _softmax_step(
         * ks.to(gl.float32)[:, None]
     )
     scale = qs
+    if FUSED:  # in units of `qs`, as scores of codes are
+        f += bias
     if BIASED or CAPPED:
         f = f * qs[None, :]
         scale = qs * 0 + 1.0
@@ -1452,7 +1463,7 @@ def _decode_kernel(
         scales = tiles
     first_at = offset  # position of the first stored token in its sequence
     if FUSED:
-        COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [2, G.HP, Q], G.SC)
+        COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [3, G.HP, Q], G.SC)
         if HAS_START:
             first_at -= gl.load(START + b).to(gl.int32)
     for i in range(G.NK):
@@ -1474,6 +1485,24 @@ def _decode_kernel(
     row, inside, token = _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    inputs = 0
+    if FUSED:
+        inputs = _mean_inputs(
+            QUERY=QUERY,
+            M=MK,
+            FAR=FAR,
+            sb=sb,
+            sh=sh,
+            sn=sn,
+            b=b,
+            h=h,
+            bh=bh,
+            block=block,
+            n=n,
+            group=group,
+            begin_at=first_at,
+            G=G,
+        )
     q_lo, q_hi, unit, shift_q = _queries(
         QUERY=QUERY,
         ROTATED=ROTATED,
@@ -1504,24 +1533,8 @@ def _decode_kernel(
     top_b = shift
     still = shift
     if FUSED:
-        top_b, still = _mean_coefficients(
-            COEFFICIENTS=COEFFICIENTS,
-            QUERY=QUERY,
-            M=MK,
-            FAR=FAR,
-            sb=sb,
-            sh=sh,
-            sn=sn,
-            b=b,
-            h=h,
-            bh=bh,
-            block=block,
-            n=n,
-            group=group,
-            begin_at=first_at,
-            factor=factor,
-            G=G,
-        )
+        top_b, still = _mean_coefficients(COEFFICIENTS, inputs, factor, G)
+        top_b, still = top_b / qs, still / qs
     for t in range(begin, end):
         scale_at = _begin(_page(scales, t, row, PAGED, G), 4 * G.RP, PAGED) + inside
         if PAGED or G.RP < 64:
@@ -1567,7 +1580,8 @@ def _decode_kernel(
             hi_row=hi_row,
             cap_at=cap_at,
             SH=SH,
-            BIASED=BIASED or FUSED,
+            BIASED=BIASED,
+            FUSED=FUSED,
             CAPPED=CAPPED,
             G=G,
         )
@@ -1590,7 +1604,7 @@ def _decode_kernel(
             mma=mma,
         )
     scale = qs
-    if CAPPED or BIASED or FUSED:
+    if CAPPED or BIASED:
         scale = qs * 0 + 1.0
     total = gl.convert_layout(gl.sum(total, 0), gl.SliceLayout(0, G.LVB))
     top = gl.convert_layout(
@@ -1720,16 +1734,17 @@ def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
 
 
 def _mean_layouts(pairs: int, rows: int) -> dict:
-    """Coefficients of a pre-RoPE mean (channel pair, query, hi or lo), and where they lie in
-    shared memory; a block of the table of angles."""
+    """Coefficients of a pre-RoPE mean (cosines or sines, channel pair, query), and where they
+    lie in shared memory; a block of the table of angles, what pairs give to functions."""
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
-    more = [[0, x, 0] for x in _powers(4, (rows // 4).bit_length() - 1)]
-    near = [[x, 0, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
-    lanes = [[pairs // 4, 0, 0], [pairs // 2, 0, 0], [0, 0, 1], [0, 1, 0], [0, 2, 0]]
+    more = [[0, 0, x] for x in _powers(4, (rows // 4).bit_length() - 1)]
+    near = [[0, x, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
+    lanes = [[0, pairs // 4, 0], [0, pairs // 2, 0], [1, 0, 0], [0, 0, 1], [0, 0, 2]]
     shares = [[x] for x in _powers(1, (pairs // 4).bit_length() - 1)]
     return dict(
-        LC=linear(near + more, lanes, [pairs, rows, 2]),
+        LC=linear(near + more, lanes, [2, pairs, rows]),
         SC=gl.SwizzledSharedLayout(4, 1, 4, [0, 1]),
+        SC2=gl.SwizzledSharedLayout(4, 1, 4, [1, 2, 0]),
         LN=linear([[1], [2], [4]], [[x] for x in (8, 16, 32, 64, 128)], [256]),
         LP=linear(shares, [[x] for x in _powers(pairs // 4, 5)], [8 * pairs]),
     )
