@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['lookup_asm', 'key_chain_asm', 'place_bits', 'value_chain_asm', 'FormSide', 'decode_form', 'packaged_config',
-           'MeanRule', 'Repeatable', 'mma_attention']
+           'sums_inside', 'Repeatable', 'mma_attention']
 
 # %% ../../nbs/43_decode_mma.ipynb #eceb9a3f
 import json
@@ -28,7 +28,7 @@ from turboquant_nb.kernels.decode_launch import (
     shared_arguments,
 )
 from .encode import device_properties
-from .query import rotated_queries, score_bias
+from .query import fast_pairs, rotated_queries, score_bias
 from ..quant.trellis import lane_order
 
 try:
@@ -842,11 +842,13 @@ def _cap(s, cap):
 
 # %% ../../nbs/43_decode_mma.ipynb #a6c2a79b
 @gluon.jit
-def _pair_at(place, HP: gl.constexpr):
+def _pair_at(place, G: gl.constexpr):
     "The channel pair that stands there, see `query._pair_order`."
-    QUARTER: gl.constexpr = HP // 4
+    QUARTER: gl.constexpr = G.HP // 4
+    FAST: gl.constexpr = G.FP // 4
     lane, i = place // QUARTER, place % QUARTER
-    return gl.where(i < 4, lane * 4 + i, 16 + lane * (QUARTER - 4) + i - 4)
+    slow = G.FP + lane * (QUARTER - FAST) + i - FAST
+    return gl.where(i < FAST, lane * FAST + i, slow)
 
 
 @gluon.jit
@@ -858,7 +860,7 @@ def _mean_inputs(
     [HP, 1]."""
     L: gl.constexpr = gl.SliceLayout(0, G.LC)
     place = gl.arange(0, G.HP, layout=gl.SliceLayout(1, L))
-    e = _pair_at(place, G.HP)
+    e = _pair_at(place, G)
     j = block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, L))
     q = (
         QUERY
@@ -938,16 +940,16 @@ def _kept(x, keep):
 @gluon.jit
 def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
     "Of coefficients, fp16 [2, HP, Q], those of fast pairs, as operand B."
-    y = gl.permute(gl.reshape(x, [2, 4, G.HP // 16, 4, G.Q]), [1, 3, 4, 0, 2])
-    y = gl.reshape(y, [4, 4, 2 * G.Q, G.HP // 16])
-    if G.HP > 64:
-        y, _ = gl.split(gl.reshape(y, [4, 4, 2 * G.Q, 4, 2]))
-    if G.HP > 32:
-        y, _ = gl.split(gl.reshape(y, [4, 4, 2 * G.Q, 2, 2]))
-    if G.HP > 16:
+    ROWS: gl.constexpr = [4, G.FP // 4, 2 * G.Q]
+    y = gl.permute(gl.reshape(x, [2, 4, G.HP // G.FP, G.FP // 4, G.Q]), [1, 3, 4, 0, 2])
+    if G.HP == 4 * G.FP:
+        y, _ = gl.split(gl.reshape(y, ROWS + [2, 2]))
         y, _ = gl.split(y)
-    y = gl.permute(gl.reshape(y, [4, 2, 2, 2 * G.Q]), [1, 0, 2, 3])
-    return gl.convert_layout(gl.reshape(y, [16, 2 * G.Q]), operand, assert_trivial=True)
+    elif G.HP == 2 * G.FP:
+        y, _ = gl.split(gl.reshape(y, ROWS + [2]))
+    y = gl.reshape(y, [4, G.FP // 16, 2, 2, 2 * G.Q])
+    y = gl.reshape(gl.permute(y, [1, 2, 0, 3, 4]), [G.FP, 2 * G.Q])
+    return gl.convert_layout(y, operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -962,7 +964,7 @@ def _rows(x, G: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def _shares(NEAR, i: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
     "What pairs give to functions, fp16 [HP, 8], as operand B."
-    x = gl.load(NEAR + 8 * 3 * 256 + i * (8 * G.HP) + gl.arange(0, 8 * G.HP, layout=G.LP))
+    x = gl.load(NEAR + 128 * G.NEAR_ROW + i * (8 * G.HP) + gl.arange(0, 8 * G.HP, layout=G.LP))
     x = gl.permute(gl.reshape(x, [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
     return gl.convert_layout(
         gl.reshape(x, [G.HP, 8]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
@@ -994,23 +996,24 @@ def _slow_operand(even, odd, operand: gl.constexpr, Q: gl.constexpr):
 
 
 @gluon.jit
-def _near_operand(NEAR, block, part, mma: gl.constexpr, layout: gl.constexpr):
-    "Cosines (part 0), sines (1) or functions (2) at 16 positions, as operand A."
-    x = gl.load(NEAR + (3 * block + part) * 256 + gl.arange(0, 256, layout=layout))
-    x = gl.permute(gl.reshape(x, [8, 4, 2, 2, 2]), [3, 0, 2, 1, 4])
+def _near_operand(AT, COLUMNS: gl.constexpr, layout: gl.constexpr, mma: gl.constexpr):
+    "Cosines, sines or functions at 16 positions, as operand A."
+    x = gl.load(AT + gl.arange(0, 16 * COLUMNS, layout=layout))
+    x = gl.permute(gl.reshape(x, [COLUMNS // 16, 8, 4, 2, 2, 2]), [4, 1, 0, 3, 2, 5])
     return gl.convert_layout(
-        gl.reshape(x, [16, 16]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+        gl.reshape(x, [16, COLUMNS]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
     )
 
 
 @gluon.jit
 def _even_odd(NEAR, block, fast, slow, G: gl.constexpr, mma: gl.constexpr):
     "E + O and E - O of 16 positions, [16, Q]."
-    cos = _near_operand(NEAR, block, 0, mma, G.LN)
+    at = NEAR + block * (16 * G.NEAR_ROW)
+    cos = _near_operand(at, G.FP, G.LN, mma)
     sums = mma_v2(cos, fast[1], gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
     sums = mma_v2(cos, fast[0], sums)
-    sums = mma_v2(_near_operand(NEAR, block, 1, mma, G.LN), fast[2], sums)
-    functions = _near_operand(NEAR, block, 2, mma, G.LN)
+    sums = mma_v2(_near_operand(at + 16 * G.FP, G.FP, G.LN, mma), fast[2], sums)
+    functions = _near_operand(at + 32 * G.FP, 16, G.LS, mma)
     sums = mma_v2(functions, slow[0], mma_v2(functions, slow[1], sums))
     even, odd = gl.split(gl.reshape(sums, [16, G.Q, 2]))
     return even + odd, even - odd
@@ -1039,8 +1042,9 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     high, low = _halves(x * cos + y * sin)
     part = (gl.arange(0, 2 * G.Q, layout=gl.SliceLayout(0, B)) & 1)[None, :]
     k = gl.arange(0, 16, layout=gl.SliceLayout(1, B))[:, None]
+    own = gl.where(k < 8, part - 1, -part).to(gl.int16)  # even functions, odd functions
+    k = gl.arange(0, G.FP, layout=gl.SliceLayout(1, B))[:, None]
     cosines, sines = (part + k * 0 - 1).to(gl.int16), (k * 0 - part).to(gl.int16)
-    own = gl.where(k < 8, cosines, sines)
     first = _fast_operand(high, G, B)
     fast = (
         _kept(first, cosines),
@@ -1663,8 +1667,10 @@ def decode_form(
     pieces = dict(NK=NK, NV=NK, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key.bits, value.bits))
     pieces |= dict(NEAR=min(8, page // 4))
     layouts = _byte_layouts(HK, W, C, rows) | _float_layouts(HK, HV, NK * RV, rows)
-    sizes |= dict(H2=rotary // 2, HP=padded_size(rotary // 2))
-    layouts |= _mean_layouts(padded_size(rotary // 2), rows) if rotary else {}
+    pairs = padded_size(rotary // 2)
+    sizes |= dict(H2=rotary // 2, HP=pairs, FP=fast_pairs(pairs))
+    sizes |= dict(NEAR_ROW=2 * fast_pairs(pairs) + 16)
+    layouts |= _mean_layouts(pairs, rows) if rotary else {}
     pieces |= _chains(key, value, W)
     return _Form(**{k: gl.constexpr(v) for k, v in (sizes | pieces | layouts).items()})
 
@@ -1740,12 +1746,15 @@ def _mean_layouts(pairs: int, rows: int) -> dict:
     more = [[0, 0, x] for x in _powers(4, (rows // 4).bit_length() - 1)]
     near = [[0, x, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
     lanes = [[0, pairs // 4, 0], [0, pairs // 2, 0], [1, 0, 0], [0, 0, 1], [0, 0, 2]]
+    fast = fast_pairs(pairs)
+    steps = [[x] for x in _powers(256, (fast // 16).bit_length() - 1)]
     shares = [[x] for x in _powers(1, (pairs // 4).bit_length() - 1)]
     return dict(
         LC=linear(near + more, lanes, [2, pairs, rows]),
         SC=gl.SwizzledSharedLayout(4, 1, 4, [0, 1]),
         SC2=gl.SwizzledSharedLayout(4, 1, 4, [1, 2, 0]),
-        LN=linear([[1], [2], [4]], [[x] for x in (8, 16, 32, 64, 128)], [256]),
+        LN=linear([[1], [2], [4], *steps], [[x] for x in _powers(8, 5)], [16 * fast]),
+        LS=linear([[1], [2], [4]], [[x] for x in _powers(8, 5)], [256]),
         LP=linear(shares, [[x] for x in _powers(pairs // 4, 5)], [8 * pairs]),
     )
 
@@ -1768,31 +1777,12 @@ def packaged_config(capability: tuple, d: int, rows: int, bits: int, mean: str =
     return found.get("programs", 8), {"maxnreg": limit} if limit else {}
 
 
-class MeanRule(NamedTuple):
-    """Where the sums of a pre-RoPE mean are computed: in the kernel, or by a kernel of their
-    own that writes them."""
+def sums_inside(size: int, rows: int) -> bool:
+    """Whether the kernel computes the sums of a pre-RoPE mean itself, for heads of a padded
+    size and so many query rows of a program; registers are too few for 8 rows of 256
+    channels."""
+    return size <= (256 if rows <= 4 else 128)
 
-    size: int  # of heads, padded
-    rows: int  # query rows of a program
-    bits: int  # of keys or values, whichever are more
-    programs: int  # of one split
-    processors: int
-    held: int | None = None  # tokens that there is room for, where the device counts them
-    visible: int | None = None  # of a sliding window
-    can: bool = True  # are there tables of angles?
-
-    def fuses(self, coded: int) -> bool:
-        """Whether the kernel computes them, for so many coded tokens. A captured graph serves
-        all lengths, so there it is asked about all that there is room for. Coefficients of 8
-        rows of 128 channels leave no room for the table beside planes of more than 2 bits. At
-        128 channels the sums of few tiles cost more than a kernel that writes them (measured on
-        an H200)."""
-        tokens = coded if self.held is None else self.held
-        tokens = tokens if self.visible is None else min(tokens, self.visible)
-        if not self.can or self.size > (128 if self.rows <= 4 or self.bits == 2 else 64):
-            return False
-        tiles = self.programs * -(-tokens // 256)
-        return self.size <= 64 or tokens >= 12 * 1024 or tiles >= 24 * self.processors
 
 # %% ../../nbs/43_decode_mma.ipynb #e763eaa8
 class Repeatable(NamedTuple):
@@ -1804,12 +1794,10 @@ class Repeatable(NamedTuple):
         dict  # of fp32 tensors that launches pass on to each other, by the names in their slots
     )
     launches: list
-    mean: MeanRule
-    fused: bool  # did it say so?
 
     def serves(self, coded: int) -> bool:
         "Whether a call with so many coded tokens has the same launches."
-        return self.rule.splits(coded) == self.splits and self.mean.fuses(coded) == self.fused
+        return self.rule.splits(coded) == self.splits
 
 
 _mma_launcher = Launcher(_decode_kernel)
@@ -1825,19 +1813,7 @@ def mma_attention(
     size = max(64, padded_size(max(s.d, s.dv)))
     blocks, coded = -(-s.rows // Q), x.length - x.offset - s.chunk
     gpu = device_properties(q.device)
-    held = None if x.position is None else s.tiles * s.tile
-    visible = None if x.sliding_window is None else x.sliding_window + s.n
-    mean = MeanRule(
-        size,
-        Q,
-        max(s.key_bits, s.value_bits),
-        s.batch * s.heads * blocks,
-        gpu.processors,
-        held,
-        visible,
-        x.near_angles is not None,
-    )
-    fused = mean.fuses(coded)
+    fused = x.near_angles is not None and sums_inside(size, Q)
     form = decode_form(
         FormSide(s.d, s.key_bits, tuple(x.key_chain or ())),
         FormSide(s.dv, s.value_bits, tuple(x.value_chain or ())),
@@ -1934,5 +1910,5 @@ def mma_attention(
     return (
         out,
         lse,
-        Repeatable(splits, rule, shapes, [*launches, last], mean, fused) if last else None,
+        Repeatable(splits, rule, shapes, [*launches, last]) if last else None,
     )
