@@ -53,7 +53,7 @@ def _shift(out: list, source: str, have: int, want: int, name: str) -> str:
 
 def _nibbles(out: list, bits: int, half: int, pair: int):
     """Selector nibbles in `s`: base plane in bits 0-1, the next plane's bit in bit 2. Returns
-    the last plane's word."""
+    where the last plane's bit is bit 2 of each nibble."""
     base = f"${8 + half}"
     at = 2 * pair + half  # bit of this half and pair of quarters in a bit plane's nibble
     if pair:
@@ -67,27 +67,27 @@ def _nibbles(out: list, bits: int, half: int, pair: int):
     out.append("shr.u32 h, s, 16;")
     if bits < 4:
         return None
-    top = _shift(out, "$11", at, 3, "u")
-    out.append(f"shl.b32 v, {top}, 4;")
-    return top
+    return _shift(out, "$11", at, 2, "u")
 
 
 def _look_up(out: list, table: list, top: str | None, to: tuple, pairs: bool) -> None:
-    """The levels of the nibbles in `s` and `h`: by one table, or by two and the bits in `top`,
-    which `v` holds shifted by four."""
+    """The levels of the nibbles in `s` and `h`: by one table, or by two and bit 2 of the nibbles
+    in `top`, which chooses."""
     a, b = ("x", "y") if pairs else to
-    for here, nibbles, signs in ((a, "s", "0xD9C8"), (b, "h", "0xFBEA")):
+    if top is not None:  # byte i of what one table gave, or of what the other did
+        out.append(f"lop3.b32 m, {top}, 0x44444444, 0x32103210, 0xEA;")
+        out.append("shr.u32 v, m, 16;")
+    for here, nibbles, choice in ((a, "s", "m"), (b, "h", "v")):
         if top is None:
             out.append(f"prmt.b32 {here}, {table[0]}, {table[-1]}, {nibbles};")
             continue
-        # both tables; the last bit chooses: bit 3 of a selector spreads a byte's sign
-        out.append(f"prmt.b32 m, v, {top}, {signs};")
         out.append(f"prmt.b32 t, {table[0]}, {table[1]}, {nibbles};")
         out.append(f"prmt.b32 c, {table[2]}, {table[3]}, {nibbles};")
-        out.append(f"lop3.b32 {here}, m, c, t, 0xCA;")
+        out.append(f"prmt.b32 {here}, t, c, {choice};")
     if pairs:
         out.append(f"prmt.b32 {to[0]}, x, y, 0x6420;")
         out.append(f"prmt.b32 {to[1]}, x, y, 0x7531;")
+
 
 # %% ../../nbs/43_decode_mma.ipynb #7fd8a2f2
 def lookup_asm(
@@ -265,9 +265,7 @@ def _chained_word(
         out.append(f"and.b32 t, {shifted}, 0x44444444;")
         out.append(f"lop3.b32 s, {source}, 0x33333333, t, 0xEA;")
         out.append("shr.u32 h, s, 16;")
-        now = top and _shift(out, top, 1, 3 - 2 * pair, "u")
-        if top:
-            out.append(f"shl.b32 v, {now}, 4;")
+        now = top and _shift(out, top, 1, 2 - 2 * pair, "u")
         _look_up(out, table, now, to(pair), pairs)
 
 
