@@ -17,7 +17,7 @@ from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.append import angles, append_by_host, first_mean
 from turboquant_nb.cache.store import row_tensors, tables_of
 from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import encode, encode_launch, encode_short
+from turboquant_nb.kernels import encode, encode_launch, encode_short, launcher
 from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
@@ -506,7 +506,7 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     compiled, grid = Compiled(), (5, 2, 1)
     compiled.run = run
-    direct = encode_launch.direct_launcher(compiled, grid)
+    direct = launcher.direct_launcher(compiled, grid)
     assert not calls
     direct(1, 2.5, "x")
     compiled[grid](1, 2.5, "x")
@@ -516,7 +516,7 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
         and direct.__qualname__.startswith("direct_launcher")
     )
     run.global_scratch_size = 8
-    assert not encode_launch.direct_launcher(compiled, grid).__qualname__.startswith(
+    assert not launcher.direct_launcher(compiled, grid).__qualname__.startswith(
         "direct_launcher"
     )
 

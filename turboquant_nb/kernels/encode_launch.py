@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['refuses', 'window_room', 'window_searches', 'LongSide', 'ShortSide', 'Place', 'StoreSizes', 'prepare',
-           'encode_append', 'direct_launcher', 'is_current']
+           'encode_append']
 
 # %% ../../nbs/40e_encode_launch.ipynb #40e00004
-from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
@@ -32,6 +31,7 @@ from turboquant_nb.kernels.encode import (
     triton,
 )
 from .encode_short import _short_kernel
+from .launcher import Launcher
 from ..quant.mixed_precision import find_code
 from ..quant.recipe import Recipe, as_recipe
 from ..quant.trellis import KERNELS
@@ -277,6 +277,9 @@ class Place(NamedTuple):
 
 # %% ../../nbs/40e_encode_launch.ipynb #d049450a
 _READY = {}  # compiled kernels, by what they are compiled for
+_long_launcher = Launcher(_encode_kernel)
+# a side's arguments of a long append by the kernel's names: KX, ksb and so on
+_KEY, _VALUE = ([(s if f[0].isupper() else s.lower()) + f for f in LongSide._fields] for s in "KV")
 
 
 class StoreSizes(NamedTuple):
@@ -394,11 +397,12 @@ class _AppendPlan:
         key, value = (
             plan.long(*one) for plan, *one in zip(plans, states, sides, truncated, means)
         )
+        named = dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
         parts, size = max(plan.rotation.count for plan in plans), max(q.d for q in self.qs)
         gpu = device_properties(k.device)
         m, options = config or _config(size, rows, parts, gpu.roomy, k.itemsize, self.rope)
         blocks, consts = -(-rows // m), [plan.constants for plan in plans]
-        named = dict(
+        named |= dict(
             COS_SIN=cos_sin if self.rope else flags,
             START=start if self.rope else flags,
             POSITION=position if on_device else flags,
@@ -418,9 +422,8 @@ class _AppendPlan:
         )
 
         def launch(programs, each, whole):
-            _encode_kernel[(programs * blocks, b * h, 2)](
-                *key, *value, **named, each=each, WHOLE=whole, **options
-            )
+            grid, more = (programs * blocks, b * h, 2), dict(each=each, WHOLE=whole)
+            _long_launcher(grid, named | more, {}, **options)
 
         if parts > 1 or any(c.SLICED for c in consts) or rows % m:  # one program for each tile
             last = first + n - 1
@@ -509,41 +512,3 @@ def encode_append(
         place = Place(first, store.offset)
         plan.launch_long((k, v), tensors, truncated, means, numbers, place, config)
     return flags
-
-# %% ../../nbs/40e_encode_launch.ipynb #40e00007
-_STREAM, _ARGS = object(), object()  # stand for a stream and for the arguments of a kernel
-
-
-def direct_launcher(compiled, grid: tuple):
-    """What launches a compiled kernel on the current stream, given its arguments. Triton's
-    launcher asks on every launch for the device, for hooks and for scratch memory, and calls a
-    C function; here it is asked once what it passes to that function, which is called from then
-    on (so hooks of profilers see nothing). Triton's own launcher where it is of another form,
-    or the kernel needs scratch memory."""
-    usual, run, passed = compiled[grid], getattr(compiled, "run", None), []
-    if getattr(run, "launch", None) is None or any(
-        getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")
-    ):
-        return usual
-    probe = copy(run)
-    probe.launch = lambda *args: passed.append(args)
-    probe(*grid, _STREAM, compiled.function, compiled.packed_metadata, None, None, None, _ARGS)
-    (*lead, last), driver, call = passed[0], triton.runtime.driver.active, run.launch
-    at = next((i for i, x in enumerate(lead) if x is _STREAM), None)
-    if at is None or not (last is _ARGS or last == (_ARGS,)):
-        return usual
-    before, after, stream, device = (
-        tuple(lead[:at]),
-        tuple(lead[at + 1 :]),
-        driver.get_current_stream,
-        driver.get_current_device(),
-    )
-    if last is _ARGS:
-        return lambda *args: call(*before, stream(device), *after, *args)
-    return lambda *args: call(*before, stream(device), *after, args)
-
-
-def is_current(device: torch.device) -> bool:
-    """Whether this is the GPU on which Triton launches kernels now: PyTorch's current one,
-    whatever device their tensors are on."""
-    return device.type == "cuda" and device.index == torch.cuda.current_device()
