@@ -40,6 +40,7 @@ class _Group:
     layout: Layout
     channels: slice | list  # where they are in the head
     names: tuple  # of their planes, most significant first
+    shapes: tuple  # of each plane of one tile
     truncates: bool  # whether its last plane can be dropped
 
 
@@ -52,8 +53,9 @@ def _groups(bits: tuple, short: tuple, along: str, tile: int) -> tuple:
         at = [j for j, x in enumerate(bits) if x == b]
         run = slice(at[0], at[-1] + 1) if at[-1] - at[0] < len(at) else at
         layout = Layout(b, len(at), along, tile)
-        names = tuple(f"plane{n + i}" for i in range(len(layout.plane_shapes)))
-        group = _Group(layout, run, names, short[at[0]] < b)
+        shapes = layout.plane_shapes
+        names = tuple(f"plane{n + i}" for i in range(len(shapes)))
+        group = _Group(layout, run, names, shapes, short[at[0]] < b)
         out, n = (*out, group), n + len(names)
     return out
 
@@ -100,15 +102,21 @@ class Memory:
         return [*(name for g in self.groups for name in g.names), "scale", *self.extras]
 
     def allocate(
-        self, rows: tuple, scale_dtype: torch.dtype, device: torch.device
-    ) -> None:  # rows: (batch, heads)
-        "Make tensors for no token yet."
-        for name, (kind, shape) in self.kinds(scale_dtype).items():
-            self.tensors[name] = torch.empty(*rows, 0, *shape, dtype=kind, device=device)
+        self,
+        rows: tuple,  # (batch, heads)
+        scale_dtype: torch.dtype,
+        device: torch.device,
+        tiles: int = 0,  # that there is room for
+    ) -> list:
+        "Make tensors, and give them to be cleared: they hold no token yet."
+        kinds, blank = self.kinds(scale_dtype), torch.empty
+        make = lambda kind, shape: blank(*rows, tiles, *shape, dtype=kind, device=device)
+        self.tensors = {name: make(*of) for name, of in kinds.items()}
+        return [*self.tensors.values()]
 
     def kinds(self, scale_dtype: torch.dtype) -> dict:  # {name: (dtype, shape of one tile)}
         "Of its tensors."
-        shapes = {n: s for g in self.groups for n, s in zip(g.names, g.layout.plane_shapes)}
+        shapes = {n: s for g in self.groups for n, s in zip(g.names, g.shapes)}
         shapes |= {n: x.plane_shapes[0] for n, x in self.extras.items() if x}
         numbers = scale_dtype, (self.tile,)
         return {n: (torch.uint8, shapes[n]) if n in shapes else numbers for n in self.names}
@@ -399,22 +407,25 @@ class Part:
         sinks: int = 0,  # exact tokens at the front
         recent: int = 0,  # and at the end
         dtype: torch.dtype = torch.float32,  # of exact tokens
+        tiles: int = 0,  # that there is room for
         blank: list | None = None,  # takes what the caller has to `clear`; None: it is 0
     ) -> "Part":  # itself
-        """Make tensors for no token yet. Raises ValueError if a transform per head is for other
+        """Make tensors that hold no token yet. Raises ValueError if a transform per head is for other
         heads."""
         self.q.rotation.check_heads(heads)
         make = lambda n, dtype: torch.empty(
             batch, heads, n, self.q.d, dtype=dtype, device=self.q.device
         )
         self.heads = heads
-        self.memory.allocate((batch, heads), self.q.scale_dtype, self.q.device)
+        rows, kind = (batch, heads), (self.q.scale_dtype, self.q.device)
+        new = self.memory.allocate(rows, *kind, tiles)
         self.exact = ExactTokens({"sinks": make(sinks, dtype), "recent": make(recent, dtype)})
         self.frame = Frame(**{name: make(1, torch.bfloat16) for name in self.fitted})
         if self.frame.pair is not None:
             self.frame.pair.fill_(1)
-        new = [*self.exact.tensors.values(), *self.frame[:1]]
-        (clear if blank is None else blank.extend)([t for t in new if t is not None])
+        new += [*self.exact.tensors.values()]
+        new += [] if self.frame.mean is None else [self.frame.mean]
+        (clear if blank is None else blank.extend)(new)
         return self
 
     @property

@@ -52,6 +52,7 @@ class KVStore:
         static: bool = False,
         # [r/2] the model's RoPE frequencies, for a centre that rotates; or their table
         inv_freq: Tensor | CosSinCache | None = None,
+        tokens: int = 0,  # that there is room for at once; more are allocated when they come
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
         self.batch, self.heads, self.dtype = batch, heads, dtype
@@ -60,7 +61,7 @@ class KVStore:
         self.tile, self.max_length, r = tile, max_length, self.recipe
         start = torch.empty(batch, dtype=torch.long, device=self.device)
         more = dict(batch=batch, heads=heads, sinks=r.sinks, recent=r.recent, dtype=dtype)
-        more["blank"] = blank = [start]
+        more |= dict(tiles=math.ceil((max_length or tokens) / tile), blank=(blank := [start]))
         dv = d_key if d_value is None else d_value
         self.key = Part(r.key, d_key, "channel", tile, self.device).allocate(**more)
         self.value = Part(r.value, dv, "token", tile, self.device).allocate(**more)
@@ -82,9 +83,6 @@ class KVStore:
             make = lambda: shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin = inv_freq if is_table else make()
             self.cos_sin.reach(max_length or 0)
-        for part in self.parts if max_length else ():
-            tiles = math.ceil(max_length / tile)
-            (part.memory.tensors,) = resized([part.memory], drop=0, tiles=tiles)
         self.clock = DeviceClock(self) if static else HostClock()
         if static:
             _pin(self)

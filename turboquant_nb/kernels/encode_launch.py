@@ -38,6 +38,7 @@ from ..quant.trellis import KERNELS
 from ..theory.rotation import make_rotation
 
 # %% ../../nbs/40e_encode_launch.ipynb #38a91985
+@lru_cache(maxsize=256)  # every store asks, and layers have the same
 def _side_reason(spec, d: int) -> str:
     if type(spec.bits) is not int:
         return f"bits must be one integer, not {spec.bits!r}"
@@ -315,6 +316,13 @@ class _AppendPlan:
         )
         self.wide = _wide(device)
         self.ready = _READY.setdefault((device, dtype, heads, *self.fixed), {})
+        # of a long append: parts of a rotation at most, byte rows of a program and options
+        self.parts = max(self.key.rotation.count, self.value.rotation.count)
+        kind = self.parts, device_properties(device).roomy, dtype.itemsize, rope
+        self.config = _config(self.room, tile // 4, *kind)
+        consts = self.key.constants, self.value.constants
+        self.whole = self.parts == 1 and not any(c.SLICED for c in consts)
+        self.long = dict(KC=consts[0], VC=consts[1], R=tile // 4, WIDE=self.wide)
 
     def search(self, room: Tensor, count: int) -> list:
         "Find the symbols of vectors of codes by windows; launches, as `launch` returns them."
@@ -397,11 +405,9 @@ class _AppendPlan:
         key, value = (
             plan.long(*one) for plan, *one in zip(plans, states, sides, truncated, means)
         )
-        named = dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
-        parts, size = max(plan.rotation.count for plan in plans), max(q.d for q in self.qs)
-        gpu = device_properties(k.device)
-        m, options = config or _config(size, rows, parts, gpu.roomy, k.itemsize, self.rope)
-        blocks, consts = -(-rows // m), [plan.constants for plan in plans]
+        (m, options), gpu = config or self.config, device_properties(k.device)
+        blocks = -(-rows // m)
+        named = self.long | dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
         named |= dict(
             COS_SIN=cos_sin if self.rope else flags,
             START=start if self.rope else flags,
@@ -413,19 +419,15 @@ class _AppendPlan:
             n=n,
             tiles=key.SCALE.shape[2],
             limit=limit,
-            KC=consts[0],
-            VC=consts[1],
-            R=rows,
             M=m,
             STATIC=on_device,
-            WIDE=self.wide,
         )
 
         def launch(programs, each, whole):
             grid, more = (programs * blocks, b * h, 2), dict(each=each, WHOLE=whole)
             _long_launcher(grid, named | more, {}, **options)
 
-        if parts > 1 or any(c.SLICED for c in consts) or rows % m:  # one program for each tile
+        if not self.whole or rows % m:  # one program for each tile
             last = first + n - 1
             touched = -(-(n - 1) // tile) + 1 if on_device else last // tile - first // tile + 1
             return launch(touched, 1, False)
@@ -501,14 +503,15 @@ def encode_append(
     low, room = max(truncated) * store.tile, store.key.memory.tiles * store.tile
     if not low <= first <= first + n <= room:
         raise ValueError(f"tokens must lie in [{low}, {room}), got {first} and {n} more")
-    if plan.rope and len(store.rope_table) < (last := first + store.offset + n):
-        have = f"{len(store.rope_table)} positions"
+    table = store.rope_table
+    if plan.rope and table.shape[0] < (last := first + store.offset + n):
+        have = f"{table.shape[0]} positions"
         raise ValueError(f"cosines and sines must be of keys, for {last} positions; got {have}")
     flags = torch.zeros(4, dtype=torch.int32, device=k.device) if flags is None else flags
     if n:
         tensors = [list(part.tensors.values()) for part in parts]
         means = [part.mean for part in parts] if means is None else means
-        numbers = store.start, store.rope_table, flags, flags
+        numbers = store.start, table, flags, flags
         place = Place(first, store.offset)
         plan.launch_long((k, v), tensors, truncated, means, numbers, place, config)
     return flags
