@@ -636,7 +636,9 @@ class Found(Silent):
 
     def __getitem__(self, grid):
         searched = f"search {self.name}"
-        return lambda *args, **options: self.made.append(searched) or Silent(self.made, self.name)
+        return lambda *args, **options: (
+            self.made.append(searched) or Silent(self.made, self.name)
+        )
 
 
 @pytest.mark.skipif(
@@ -668,7 +670,9 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
         assert made == names, made
         with Named() as operations:
             cache.update(k, k, 2)
-    fills = sum(operations.n[name] for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_"))
+    fills = sum(
+        operations.n[name] for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
+    )
     assert calls <= 530 and fills <= 2, (calls, operations.n)
     assert all(x.store.length == tokens and x.coded["kernel"] for x in cache.layers)
 

@@ -29,13 +29,7 @@ from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import (
-    FoundOnce,
-    RecentBlocks,
-    ahead_of_time,
-    covering_pairs,
-    random_history,
-)
+from tests.helpers import FoundOnce, RecentBlocks, ahead_of_time, covering_pairs, random_history
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -128,7 +128,9 @@ def _settings(model: torch.nn.Module) -> int:
         told += (type(module), *hooks, forward)
         for name, x in held.items():
             if how := _TOLD[type(x)]:
-                told += (name, type(x), x) if how == 1 else (name, repr(x) if _is_plain(x) else "")
+                told += (
+                    (name, type(x), x) if how == 1 else (name, repr(x) if _is_plain(x) else "")
+                )
         for tensors in (module._parameters, module._buffers):
             for x in tensors.values():
                 if x is not None:

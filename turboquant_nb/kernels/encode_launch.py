@@ -28,7 +28,6 @@ from turboquant_nb.kernels.encode import (
     _encode_kernel,
     _interpreted,
     device_properties,
-    triton,
 )
 from .encode_short import _short_kernel
 from .launcher import Launcher
@@ -280,7 +279,9 @@ class Place(NamedTuple):
 _READY = {}  # compiled kernels, by what they are compiled for
 _long_launcher = Launcher(_encode_kernel)
 # a side's arguments of a long append by the kernel's names: KX, ksb and so on
-_KEY, _VALUE = ([(s if f[0].isupper() else s.lower()) + f for f in LongSide._fields] for s in "KV")
+_KEY, _VALUE = (
+    [(s if f[0].isupper() else s.lower()) + f for f in LongSide._fields] for s in "KV"
+)
 
 
 class StoreSizes(NamedTuple):

@@ -33,7 +33,8 @@ class Launch(NamedTuple):
         return [(self.places[a], name) for a, name in self.slots.items() if a in self.places]
 
 
-READY = {}  # compiled kernels by everything that Triton specialises on
+# by everything that Triton specialises on: compiled kernels, and what `_passed` says of them
+READY = {}
 # numbers that it does not
 _FLOATS = "scaling", "cap_at", "k_step", "v_step", "factor", "kfactor", "vfactor"
 _dtype = operator.attrgetter("dtype")
@@ -41,7 +42,7 @@ _dtype = operator.attrgetter("dtype")
 
 class Launcher:
     """Launches a kernel with arguments by name; from the second time on without Triton's own
-    search for the compiled kernel."""
+    search for the compiled kernel, and where that can be without Triton's launcher."""
 
     def __init__(self, kernel):
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
@@ -58,10 +59,14 @@ class Launcher:
         self.ordered, self.constants, self.tensors, self.numbers = map(
             pick, (list(parameters), constants, tensors, numbers)
         )
+        self.addressed = [self.places[name] for name in tensors]
 
     def kind(self, named: dict, options: dict = {}) -> tuple:
         "What Triton compiles for."
-        tensors, numbers = self.tensors(named), self.numbers(named)
+        return self._kind(named, self.tensors(named), options)[0]
+
+    def _kind(self, named: dict, tensors: tuple, options: dict) -> tuple:  # (kind, addresses)
+        numbers = self.numbers(named)
         addresses = list(map(Tensor.data_ptr, tensors))
         aligned = reduce(operator.or_, addresses) & 15 == 0 or tuple(
             [a & 15 == 0 for a in addresses]
@@ -70,7 +75,7 @@ class Launcher:
             tuple([-1 if x == 1 else x & 15 == 0 for x in numbers]),
             numbers if max(numbers, default=0) >> 31 else 0,
         )
-        return (
+        kind = (
             self,
             tensors[0].device,
             self.constants(named),
@@ -79,22 +84,25 @@ class Launcher:
             sizes,
             *options.items(),
         )
+        return kind, addresses
 
     def __call__(self, grid: int | tuple, named: dict, slots: dict, **options) -> Launch:
         """Launch. slots: what other calls bring, by the name of the argument; options: how
         Triton compiles."""
-        grid, args, kind = (
-            grid if isinstance(grid, tuple) else (grid, 1, 1),
-            self.ordered(named),
-            self.kind(named, options),
-        )
-        compiled = READY.get(kind)
+        grid, args = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named)
+        kind, addresses = self._kind(named, self.tensors(named), options)
+        compiled, passed = READY.get(kind) or (None, None)
         if compiled is None:
-            compiled = READY[kind] = self.kernel[grid](
-                *args, **options
-            )  # the interpreter returns None
-        else:
+            compiled = self.kernel[grid](*args, **options)
+            if compiled is not None:  # the interpreter compiles nothing
+                READY[kind] = compiled, _passed(compiled)
+        elif passed is None:
             compiled[grid](*args)
+        else:
+            bare = list(args)  # Triton reads an address faster than a tensor
+            for place, address in zip(self.addressed, addresses):
+                bare[place] = address
+            passed.launch(grid, bare)
         return Launch(compiled, grid, args, self.places, slots)
 
     def plain(self, grid: int, named: dict, **options) -> None:
@@ -102,7 +110,45 @@ class Launcher:
         self.kernel[(grid,)](*self.ordered(named), **options)
 
 # %% ../../nbs/40a_launcher.ipynb #40e00007
-_STREAM, _ARGS = object(), object()  # stand for a stream and for the arguments of a kernel
+# stand for a grid, a stream and the arguments of a kernel
+_GRID, _STREAM, _ARGS = (10007, 10009, 10037), object(), object()
+
+
+class _Passed(NamedTuple):
+    "What Triton's launcher passes to its C function, besides grid, stream and arguments."
+
+    call: object  # that function
+    stream: object  # gives the current one of a device
+    device: int
+    after: tuple  # what follows the stream
+    apart: bool  # whether arguments follow one by one
+
+    def launch(self, grid: tuple, args) -> None:
+        "Launch with other arguments on the current stream."
+        call, stream, device, after, apart = self
+        if apart:
+            call(*grid, stream(device), *after, *args)
+        else:
+            call(*grid, stream(device), *after, tuple(args))
+
+
+def _passed(compiled) -> _Passed | None:
+    """Of a compiled kernel; None where Triton's launcher is of another form, or the kernel
+    needs scratch memory."""
+    run, passed = getattr(compiled, "run", None), []
+    if getattr(run, "launch", None) is None or any(
+        getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")
+    ):
+        return None
+    probe = copy(run)
+    probe.launch = lambda *args: passed.append(args)
+    more = compiled.function, compiled.packed_metadata, None, None, None
+    probe(*_GRID, _STREAM, *more, _ARGS)
+    (*lead, last), driver = passed[0], triton.runtime.driver.active
+    if tuple(lead[:4]) != (*_GRID, _STREAM) or not (last is _ARGS or last == (_ARGS,)):
+        return None
+    of = driver.get_current_stream, driver.get_current_device()
+    return _Passed(run.launch, *of, tuple(lead[4:]), last is _ARGS)
 
 
 def direct_launcher(compiled, grid: tuple):
@@ -111,27 +157,12 @@ def direct_launcher(compiled, grid: tuple):
     C function; here it is asked once what it passes to that function, which is called from then
     on (so hooks of profilers see nothing). Triton's own launcher where it is of another form,
     or the kernel needs scratch memory."""
-    usual, run, passed = compiled[grid], getattr(compiled, "run", None), []
-    if getattr(run, "launch", None) is None or any(
-        getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")
-    ):
-        return usual
-    probe = copy(run)
-    probe.launch = lambda *args: passed.append(args)
-    probe(*grid, _STREAM, compiled.function, compiled.packed_metadata, None, None, None, _ARGS)
-    (*lead, last), driver, call = passed[0], triton.runtime.driver.active, run.launch
-    at = next((i for i, x in enumerate(lead) if x is _STREAM), None)
-    if at is None or not (last is _ARGS or last == (_ARGS,)):
-        return usual
-    before, after, stream, device = (
-        tuple(lead[:at]),
-        tuple(lead[at + 1 :]),
-        driver.get_current_stream,
-        driver.get_current_device(),
-    )
-    if last is _ARGS:
-        return lambda *args: call(*before, stream(device), *after, *args)
-    return lambda *args: call(*before, stream(device), *after, args)
+    if (passed := _passed(compiled)) is None:
+        return compiled[grid]
+    call, stream, device, after, apart = passed
+    if apart:
+        return lambda *args: call(*grid, stream(device), *after, *args)
+    return lambda *args: call(*grid, stream(device), *after, args)
 
 
 def is_current(device: torch.device) -> bool:
