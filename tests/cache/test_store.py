@@ -405,8 +405,8 @@ def test_the_dense_model_can_fail():
 
 @pytest.mark.parametrize("changes", range(4))
 def test_a_copy_knows_where_its_rows_begin(changes):
-    """The host knows starts as long as their tensor has not changed; a copy's counts its changes
-    anew, so that one change of it could look like those that the host has seen."""
+    """The host knows starts as long as their tensor has not changed; a copy's counts its
+    changes anew, so that one change of it could look like those that the host has seen."""
     store = make(Recipe(), 2)
     for i in range(changes):
         store.set_range(start=torch.tensor([i + 1, 0]))

@@ -410,8 +410,8 @@ class Part:
         tiles: int = 0,  # that there is room for
         blank: list | None = None,  # takes what the caller has to `clear`; None: it is 0
     ) -> "Part":  # itself
-        """Make tensors that hold no token yet. Raises ValueError if a transform per head is for other
-        heads."""
+        """Make tensors that hold no token yet. Raises ValueError if a transform per head is for
+        other heads."""
         self.q.rotation.check_heads(heads)
         make = lambda n, dtype: torch.empty(
             batch, heads, n, self.q.d, dtype=dtype, device=self.q.device
