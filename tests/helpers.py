@@ -82,6 +82,48 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def host_calls(step):
+    "Functions that Python calls in a step, its own and C's."
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class FoundOnce:
+    """A kernel that gives what it compiled, as Triton's compiler does and its interpreter does
+    not; how often it was searched for, and how often what was found was launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.searched, self.launched = kernel, 0, 0
+
+    def __getitem__(self, grid):
+        def search(*args, **options):
+            self.searched += 1
+            return self.kernel[grid](*args, **options) or self.Compiled(self)
+
+        return search
+
+    class Compiled:
+        def __init__(self, found):
+            self.found = found
+
+        def __getitem__(self, grid):
+            def launch(*args):
+                self.found.launched += 1
+                self.found.kernel[grid](*args)
+
+            return launch
+
+
 @contextmanager
 def recording():
     "What runs here is as in a recorded step: the device counts, the host is told nothing."
