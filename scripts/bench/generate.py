@@ -39,11 +39,12 @@ chunks by what kernels do. --drafts 1xT with --lookup N …: calls with prompt l
 in one of --jumps tokens: the drafts that meet no jump are right. Every mode must give the
 tokens that counting gives; `passes` are forward passes after the prompt's, `a_pass` the tokens
 that each gave, `token_ms` the time from the tokens of the prompt's pass to the last, over those
-after them, `passes_ms` the time of each pass of the call that counts; a mode that ends in
-`chosen` compiles parts of its passes, as above. --logits BxT: the logits of 32 steps on random ids after a prompt, of compiled
-parts against those of the model as it loads, each on a cache of its own: the `largest`
-difference of a logit and that of the `first` step, the logits' `deviation`, `alike`, the share
-of equal tokens, and the largest `margin` between the two best logits where they are not equal.
+after them, `passes_ms` the time of each pass of that call; a mode that ends in `chosen` has
+parts of its passes compiled, as above. --logits BxT: the logits of 32 steps on random ids after
+a prompt, of compiled parts against those of the model as it loads, each on a cache of its own:
+the `largest` difference of a logit and that of the `first` step, the logits' `deviation`,
+`alike`, the share of equal tokens, and the largest `margin` between the two best logits where
+they are not equal.
 --filled BxT: caches filled by random states, from which calls go on, so without
 `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 --shared BxT: B sequences go on from one of T random states, by `copies` and by a
@@ -1007,8 +1008,8 @@ def options(p):
         nargs="*",
         default=(),
         help=(
-            "with --wall and --drafts: caches and modes left out, as in 'turboquant k3v3/eager'; "
-            "with --wall of one shape, too: 'static/compiled@8x8192'"
+            "with --wall and --drafts: caches and modes left out, as in 'dynamic/eager'; with "
+            "--wall of one shape, too: 'static/compiled@8x8192'"
         ),
     )
 

@@ -510,6 +510,41 @@ def test_a_step_is_captured_while_the_prompt_is_read(static, padded, monkeypatch
             x.reset()
 
 
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_pass_with_drafts_is_captured_while_the_prompt_is_read(static, wrong, monkeypatch):
+    """With as many drafts as the prompt had: the first pass behind it is captured, and of a
+    kind that was compared before it is captured in the prompt. Drafts behind the prompt that
+    are taken back leave the graph as it is."""
+    model, text = copy.deepcopy(deep()), prompt(1, 60, padded=False)["input_ids"]
+    model.set_attn_implementation("turboquant")
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    said, more = {}, dict(max_length=100, static=True) if static else {}
+    for name, graphs in (("eager", False), ("first", Tape), ("second", Tape)):
+        cache = TurboQuantCache(model, "k3v3", graphs=graphs, **more)
+        said[name], at, counts = [], 0, []
+        cache.activate_past_recording()
+        with torch.no_grad():
+            for n in (20, 4, 4, 3, 4):
+                step = dict(past_key_values=cache, logits_to_keep=min(n, 4))
+                said[name].append(model(text[:, at : at + n], **step).logits)
+                counts.append((cache.runner.captured, cache.runner.replayed))
+                cache.crop(-wrong)
+                at += n - wrong
+        assert cache.get_seq_length() == at and not cache.runner.why
+        assert (
+            counts
+            == dict(
+                eager=[(0, 0)] * 5,
+                first=[(0, 0), (1, 0), (1, 1), (1, 1), (1, 2)],
+                second=[(1, 0), (1, 1), (1, 2), (1, 2), (1, 3)],
+            )[name]
+        )
+    for name in ("first", "second"):
+        for a, b in zip(said[name], said["eager"]):
+            assert (a - b).norm() < 1e-4 * b.norm()
+
+
 def test_no_step_is_captured_early_where_that_would_take_longer(monkeypatch):
     model = tiny("llama")
     same_tokens(model, prompt(2, 20), pair(model), max_new_tokens=6)

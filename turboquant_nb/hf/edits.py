@@ -86,7 +86,8 @@ def activate_past_recording(self: TurboQuantCache) -> None:
     def count_drafts(module, args, kwargs):
         unhook()
         keep = kwargs.get("logits_to_keep")
-        if kwargs.get("past_key_values") is self and type(keep) is int and 1 < keep <= _DRAFTS:
+        if kwargs.get("past_key_values") is self and type(keep) is int and 0 < keep <= _DRAFTS:
+            self.runner.before = keep  # the next pass may have as many
             for x in self.coded_layers:
                 x.drafts = keep - 1
 
