@@ -12,10 +12,19 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import FAMILIES, HYBRID, SLIDING, covering_pairs, generate, prompt, tiny
+from tests.helpers import (
+    FAMILIES,
+    HYBRID,
+    SLIDING,
+    covering_pairs,
+    generate,
+    host_calls,
+    prompt,
+    tiny,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import TurboQuantCache, edits
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.runner import StepRunner
 from turboquant_nb.quant.quantizer import Spec
@@ -362,6 +371,97 @@ def test_passes_with_drafts_are_replayed(recipe, static):
             assert (
                 (x - y).norm() <= 0.02 * y.norm()
             )  # a code may flip; a token that is another's is five times as far
+
+
+CROPS = {  # (tokens of a pass, tokens taken back after it)
+    "within the last chunk": ((20, 0), (4, 3), (4, 1), (4, 4), (4, 2), (2, 1), (4, 0), (4, 3)),
+    "twice": ((20, 0), (9, 2), (0, 3), (0, 4), (4, 1), (4, 3), (0, 1), (4, 2)),
+    "below the chunk, to the sinks": ((20, 0), (4, 2), (0, 5), (4, 1), (4, 3), (0, 14), (4, 2)),
+    "to nothing": ((4, 1), (4, 3), (0, 4), (20, 1), (4, 2), (0, 21), (4, 1)),
+    "into another tile": ((254, 0), (4, 1), (4, 3), (4, 2), (4, 4), (4, 3), (1, 0), (4, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "steps, how", covering_pairs([*CROPS], ["eager", "graphs", "limited", "static", "sliding"])
+)
+def test_all_layers_are_cropped_together_as_one_by_one(steps, how, monkeypatch):
+    """What is held, what the device counts, and the tail are those of a crop of each layer; so
+    are the logits of what comes then. Kills: a slot of the ring that stays a rejected draft's,
+    a count that the device does not get."""
+    model = tiny("mistral" if how == "sliding" else "llama", num_hidden_layers=3)
+    model.set_attn_implementation("turboquant")
+    text = prompt(1, 300, padded=False)["input_ids"]
+    together, found = edits._crop_together, []
+    notes = lambda *args: found.append(together(*args)) or found[-1]
+    monkeypatch.setattr(edits, "_crop_together", notes)
+    recipe = Recipe(Spec(3), Spec(3), recent=6, sinks=3)
+    more = {} if how in ("eager", "sliding", "graphs") else dict(max_length=300)
+    more |= dict(static=how == "static", graphs=Tape if how in ("graphs", "limited") else False)
+    caches, at = [TurboQuantCache(model, recipe, **more) for _ in "ab"], 0
+    for cache in caches:
+        cache.activate_past_recording()
+    for n, back in CROPS[steps]:
+        logits = []
+        for cache in caches:
+            with torch.no_grad():
+                ids = text[:, at : at + n]
+                logits.append(model(ids, past_key_values=cache).logits if n else None)
+        assert not n or torch.equal(*logits)
+        caches[0].crop(-back)
+        for layer in caches[1].layers:
+            layer.crop(-back)
+        at += n - back
+        for a, b in zip(*(c.coded_layers for c in caches)):
+            assert a.held == b.held == at == int(a.store.clock.now(a.store))
+            assert (a.tail is None) == (b.tail is None)
+            if a.store is None:
+                continue
+            assert a.store._recent_from == b.store._recent_from
+            if a.tail is not None:
+                assert a.tail[:2] == b.tail[:2] and all(
+                    map(torch.equal, a.tail[2:], b.tail[2:])
+                )
+            for x, y in zip(a.store.read(), b.store.read()):
+                assert torch.equal(x, y)
+            if a.store.clock.fixed:
+                assert int(a.store.clock.position) == int(b.store.clock.position) == at
+    some = any(x is not None for x in found)
+    assert some if how != "sliding" else not found
+
+
+class Launches(TorchDispatchMode):
+    "Names of what is computed or copied."
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_crop_of_all_layers_is_few_launches(layers):
+    """Where a graph counts on the device: the recent tokens that rejected drafts took from the
+    ring, and the counts. The host calls few functions for a layer, and waits for nothing."""
+    model, text = tiny("llama", num_hidden_layers=layers), prompt(1, 60, padded=False)
+    model.set_attn_implementation("turboquant")
+    cache, ids = TurboQuantCache(model, "k3v3", graphs=Tape), text["input_ids"]
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for a, z in ((0, 40), (40, 44), (44, 48), (48, 52)):
+            model(ids[:, a:z], past_key_values=cache)
+        assert cache.runner.replayed == 1
+        with NoReads(), Launches() as launched:
+            cache.crop(-2)
+        assert launched.names == ["_foreach_copy_", "full_like", "_foreach_copy_"], (
+            launched.names
+        )
+        calls = host_calls(lambda: cache.crop(-1))
+    assert calls <= 60 + 35 * layers, calls
+    assert {x.held for x in cache.layers} == {49}
 
 
 def test_passes_of_changing_lengths_are_not_captured():

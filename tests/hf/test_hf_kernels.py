@@ -2,7 +2,6 @@
 where there is no GPU), and reasons where they do not."""
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tests.helpers import (
     covering_pairs,
     exact_recipe,
     generate,
+    host_calls,
     prompt,
     tiny,
 )
@@ -628,22 +628,6 @@ def silent(monkeypatch):
     monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
     monkeypatch.setattr(encode_launch, "_READY", {})
     return made
-
-
-def host_calls(step):
-    "Functions that Python calls in a step, its own and C's."
-    count = 0
-
-    def seen(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @pytest.mark.skipif(
