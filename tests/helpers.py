@@ -68,6 +68,22 @@ def reseal(path, header: dict, records: list) -> None:
         writer.close()
 
 
+def host_calls(step):
+    "Functions that Python calls in a step, its own and C's."
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 class Calls(TorchDispatchMode):
     """Counts PyTorch's operations; not the questions by which `Tensor.numpy` asks, in such a
     mode alone, whether it may."""

@@ -24,7 +24,7 @@ from tests.helpers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.hf import TurboQuantCache, edits
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.runner import StepRunner, _settings
 from turboquant_nb.quant.quantizer import Spec
@@ -373,6 +373,97 @@ def test_passes_with_drafts_are_replayed(recipe, static):
             )  # a code may flip; a token that is another's is five times as far
 
 
+CROPS = {  # (tokens of a pass, tokens taken back after it)
+    "within the last chunk": ((20, 0), (4, 3), (4, 1), (4, 4), (4, 2), (2, 1), (4, 0), (4, 3)),
+    "twice": ((20, 0), (9, 2), (0, 3), (0, 4), (4, 1), (4, 3), (0, 1), (4, 2)),
+    "below the chunk, to the sinks": ((20, 0), (4, 2), (0, 5), (4, 1), (4, 3), (0, 14), (4, 2)),
+    "to nothing": ((4, 1), (4, 3), (0, 4), (20, 1), (4, 2), (0, 21), (4, 1)),
+    "into another tile": ((254, 0), (4, 1), (4, 3), (4, 2), (4, 4), (4, 3), (1, 0), (4, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "steps, how", covering_pairs([*CROPS], ["eager", "graphs", "limited", "static", "sliding"])
+)
+def test_all_layers_are_cropped_together_as_one_by_one(steps, how, monkeypatch):
+    """What is held, what the device counts, and the tail are those of a crop of each layer; so
+    are the logits of what comes then. Kills: a slot of the ring that stays a rejected draft's,
+    a count that the device does not get."""
+    model = tiny("mistral" if how == "sliding" else "llama", num_hidden_layers=3)
+    model.set_attn_implementation("turboquant")
+    text = prompt(1, 300, padded=False)["input_ids"]
+    together, found = edits._crop_together, []
+    notes = lambda *args: found.append(together(*args)) or found[-1]
+    monkeypatch.setattr(edits, "_crop_together", notes)
+    recipe = Recipe(Spec(3), Spec(3), recent=6, sinks=3)
+    more = {} if how in ("eager", "sliding", "graphs") else dict(max_length=300)
+    more |= dict(static=how == "static", graphs=Tape if how in ("graphs", "limited") else False)
+    caches, at = [TurboQuantCache(model, recipe, **more) for _ in "ab"], 0
+    for cache in caches:
+        cache.activate_past_recording()
+    for n, back in CROPS[steps]:
+        logits = []
+        for cache in caches:
+            with torch.no_grad():
+                ids = text[:, at : at + n]
+                logits.append(model(ids, past_key_values=cache).logits if n else None)
+        assert not n or torch.equal(*logits)
+        caches[0].crop(-back)
+        for layer in caches[1].layers:
+            layer.crop(-back)
+        at += n - back
+        for a, b in zip(*(c.coded_layers for c in caches)):
+            assert a.held == b.held == at == int(a.store.clock.now(a.store))
+            assert (a.tail is None) == (b.tail is None)
+            if a.store is None:
+                continue
+            assert a.store._recent_from == b.store._recent_from
+            if a.tail is not None:
+                assert a.tail[:2] == b.tail[:2] and all(
+                    map(torch.equal, a.tail[2:], b.tail[2:])
+                )
+            for x, y in zip(a.store.read(), b.store.read()):
+                assert torch.equal(x, y)
+            if a.store.clock.fixed:
+                assert int(a.store.clock.position) == int(b.store.clock.position) == at
+    some = any(x is not None for x in found)
+    assert some if how != "sliding" else not found
+
+
+class Launches(TorchDispatchMode):
+    "Names of what is computed or copied."
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_crop_of_all_layers_is_few_launches(layers):
+    """Where a graph counts on the device: the recent tokens that rejected drafts took from the
+    ring, and the counts. The host calls few functions for a layer, and waits for nothing."""
+    model, text = tiny("llama", num_hidden_layers=layers), prompt(1, 60, padded=False)
+    model.set_attn_implementation("turboquant")
+    cache, ids = TurboQuantCache(model, "k3v3", graphs=Tape), text["input_ids"]
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for a, z in ((0, 40), (40, 44), (44, 48), (48, 52)):
+            model(ids[:, a:z], past_key_values=cache)
+        assert cache.runner.replayed == 1
+        with NoReads(), Launches() as launched:
+            cache.crop(-2)
+        assert launched.names == ["_foreach_copy_", "full_like", "_foreach_copy_"], (
+            launched.names
+        )
+        calls = host_calls(lambda: cache.crop(-1))
+    assert calls <= 60 + 35 * layers, calls
+    assert {x.held for x in cache.layers} == {49}
+
+
 def test_passes_of_changing_lengths_are_not_captured():
     """An assistant that drafts now 2, now 3 tokens would pay for graphs that are hardly
     replayed: a number of tokens is captured when it comes twice in a row."""
@@ -517,6 +608,41 @@ def test_a_step_is_captured_while_the_prompt_is_read(static, padded, monkeypatch
         assert r["captured"] == (1 if static else 1 + again)
         for x in caches:
             x.reset()
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_pass_with_drafts_is_captured_while_the_prompt_is_read(static, wrong, monkeypatch):
+    """With as many drafts as the prompt had: the first pass behind it is captured, and of a
+    kind that was compared before it is captured in the prompt. Drafts behind the prompt that
+    are taken back leave the graph as it is."""
+    model, text = copy.deepcopy(deep()), prompt(1, 60, padded=False)["input_ids"]
+    model.set_attn_implementation("turboquant")
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    said, more = {}, dict(max_length=100, static=True) if static else {}
+    for name, graphs in (("eager", False), ("first", Tape), ("second", Tape)):
+        cache = TurboQuantCache(model, "k3v3", graphs=graphs, **more)
+        said[name], at, counts = [], 0, []
+        cache.activate_past_recording()
+        with torch.no_grad():
+            for n in (20, 4, 4, 3, 4):
+                step = dict(past_key_values=cache, logits_to_keep=min(n, 4))
+                said[name].append(model(text[:, at : at + n], **step).logits)
+                counts.append((cache.runner.captured, cache.runner.replayed))
+                cache.crop(-wrong)
+                at += n - wrong
+        assert cache.get_seq_length() == at and not cache.runner.why
+        assert (
+            counts
+            == dict(
+                eager=[(0, 0)] * 5,
+                first=[(0, 0), (1, 0), (1, 1), (1, 1), (1, 2)],
+                second=[(1, 0), (1, 1), (1, 2), (1, 2), (1, 3)],
+            )[name]
+        )
+    for name in ("first", "second"):
+        for a, b in zip(said[name], said["eager"]):
+            assert (a - b).norm() < 1e-4 * b.norm()
 
 
 def test_no_step_is_captured_early_where_that_would_take_longer(monkeypatch):

@@ -527,11 +527,16 @@ def test_what_a_kernel_took_is_told_later(bad, n):
 
 
 @pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), 1e30])
-def test_a_prompt_is_looked_at_once_and_refused_whole(static, bad):
-    """Of a first chunk no layer waits: one look at the flags of all when the pass ends. States
-    that no kernel can code leave the cache empty, and the next prompt finds it as if new."""
+def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monkeypatch):
+    """Of a first chunk no layer waits, with drafts behind it or without: one look at the flags
+    of all when the pass ends. States that no kernel can code leave the cache empty, and the
+    next prompt finds it as if new."""
+    from turboquant_nb.kernels import append
+
+    monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
     model.to("cuda" if CUDA else "cpu")
     ids = prompt(1, 70, padded=False)["input_ids"].to(model.device)
@@ -539,15 +544,22 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(static, bad):
     model.set_attn_implementation("turboquant")
     more = dict(max_length=128, static=True, graphs=False) if static else {}
     cache, twin = (TurboQuantCache(model, "k4v4", backend="triton", **more) for _ in range(2))
+
+    def read(cache):
+        if drafts:
+            cache.activate_past_recording()
+        with torch.no_grad():
+            return model(ids, past_key_values=cache, logits_to_keep=1 + drafts).logits
+
     with torch.no_grad():
-        want, good = model(ids, past_key_values=twin).logits, weight[0, 0].clone()
+        want, good = read(twin), weight[0, 0].clone()
         assert not twin._unseen
         weight[0, 0] = bad
         with pytest.raises(ValueError, match="layer 1: keys .*; the cache is empty again"):
-            model(ids, past_key_values=cache)
+            read(cache)
         weight[0, 0] = good
         assert cache.get_seq_length() == 0
-        assert torch.equal(model(ids, past_key_values=cache).logits, want)
+        assert torch.equal(read(cache), want)
         cache.check()
         for a, b in zip(cache.layers, twin.layers):
             for x, y in zip(a.store.read(), b.store.read()):

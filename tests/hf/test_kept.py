@@ -151,6 +151,27 @@ def started(model, recipe, tokens, held=[]):
     return held[0]
 
 
+def test_a_pass_with_drafts_is_taken_however_many_came_before(trusting):
+    """Where a graph of so many tokens was left, no second such pass need come. Kills: a graph
+    without drafts, which gives no exact states for a crop."""
+    model, ids = model_of(), prompt(1, 60, padded=False)["input_ids"]
+    counts = []
+    for passes in ((40, 4, 4, 4), (40, 4, 1), (40, 4, 1, 1, 1), (40, 1, 4)):
+        cache, at = new(model), 0
+        cache.activate_past_recording()
+        with torch.no_grad():
+            for n in passes:
+                step = dict(past_key_values=cache, logits_to_keep=min(n, 2))
+                model(ids[:, at : at + n], **step)
+                at += n
+        r = cache.runner
+        counts.append((r.captured, r.taken, r.replayed))
+        del cache
+        gc.collect()
+    # one token twice in a row is another graph; the store that is left serves both
+    assert counts == [(1, 0, 1), (0, 1, 1), (1, 1, 2), (0, 1, 2)], counts
+
+
 def test_streams_wait(trusting, monkeypatch):
     "Where another stream takes them, for that on which they were replayed last."
     notes = []

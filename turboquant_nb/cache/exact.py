@@ -207,8 +207,8 @@ class Tail(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        "Bytes of both tensors."
-        return self.key.nbytes + self.value.nbytes
+        "Bytes that both tensors keep."
+        return sum(x.untyped_storage().nbytes() for x in (self.key, self.value))
 
 # %% ../../nbs/30b_exact.ipynb #250b1759
 @patch

@@ -534,6 +534,47 @@ def crop(
     _restore_ring(self, left)
     return left
 
+# %% ../../nbs/31_store.ipynb #74f68490
+@_plain
+def _crop_together(
+    stores: list,  # of a cache's layers
+    tokens: int,  # that all of them forget
+    tails: list,  # of the last append to each
+) -> list | None:  # views of what is left of them
+    """`KVStore.crop` in few launches, where stores hold the same tokens and forget some of
+    their last chunk; else None, and nothing has happened."""
+    one, tail, recent = stores[0], tails[0], stores[0].recipe.recent
+    length = one.length - tokens
+    if tail is None or not 0 < tail.past <= length < one.length:
+        return None
+    ends = tail.first, tail.past, one.length
+    kind = one.length, recent, one.clock.fixed, one.device, one.device
+    for s, t in zip(stores, tails):
+        odd = s.waiting or s.uncoded or s.offset or s.end is not None
+        if odd or s.recipe.decay is not None or t is None or (t.first, t.past, t.end) != ends:
+            return None
+        if (s.length, s.recipe.recent, s.clock.fixed, s.device, t.key.device) != kind:
+            return None
+    # the ring's slots that forgotten tokens took, in one piece or two
+    at, end = max(length - recent, tail.first, 0), min(one.length - recent, length)
+    target, source = [], []
+    while at < end:
+        slot = at % recent
+        n, i = min(end - at, recent - slot), at - tail.first
+        for s, t in zip(stores, tails):
+            target += [part.exact.recent[:, :, slot : slot + n] for part in s.parts]
+            source += [x[:, :, i : i + n] for x in (t.key, t.value)]
+        at += n
+    if target:
+        torch._foreach_copy_(target, source)
+    if one.clock.fixed:
+        counts = [s.clock.position for s in stores]
+        torch._foreach_copy_(counts, [torch.full_like(counts[0], length)] * len(counts))
+    for s in stores:
+        s.length = length
+    cut = lambda x: x[:, :, : length - tail.first]
+    return [Tail(t.first, t.past, cut(t.key), cut(t.value)) for t in tails]
+
 # %% ../../nbs/31_store.ipynb #caf5913a
 @patch
 @_plain

@@ -158,10 +158,12 @@ class KeptSteps:
         )
 
     @classmethod
-    def waits(cls, runner: StepRunner) -> bool:
-        "Whether there is one that a runner's next step of one token may take."
+    def waits(cls, runner: StepRunner, tokens: int | None = 1, drafting: bool = False) -> bool:
+        "Whether there is one that a runner's next step of so many tokens may take."
         kept = _KEPT.get(runner.model())
-        return kept is not None and kept.serves(runner, 1, None)
+        held = None if kept is None else kept.held.get(tokens)
+        same = held is not None and held.kind.drafting == drafting
+        return same and kept.serves(runner, tokens, None)
 
     @classmethod
     def take(cls, runner: StepRunner, tokens: int, proof: tuple) -> bool:

@@ -368,7 +368,7 @@ class TurboQuantLayer(CacheLayerMixin):
         drafts = drafts if on_codes and not past else 0
         waits = self.scales_pairs and on_codes and not past
         if drafts:
-            self._append_with_drafts(states, drafts, waits)
+            self._append_with_drafts(states, drafts, waits, unseen)
         elif waits:
             self._wait(*states, True)
         else:
@@ -430,9 +430,9 @@ class TurboQuantLayer(CacheLayerMixin):
         "Note why keys that were to have a pair scale have none."
         self.reasons[f"no pair scale, which needs the first chunk's queries: {why}"] += 1
 
-    def _append_with_drafts(self, states: tuple, drafts: int, waits: bool):
+    def _append_with_drafts(self, states: tuple, drafts: int, waits: bool, unseen=None):
         "Code a prompt, which has the mean to itself, then the drafts behind it."
-        take = self._wait if waits else self._append
+        take = self._wait if waits else partial(self._append, unseen=unseen)
         take(*(x[:, :, :-drafts] for x in states), True)
         try:
             take(*(x[:, :, -drafts:] for x in states), False)

@@ -251,7 +251,8 @@ class StepRunner:
         self.attached, self.failed, self.why = False, "", ""
         self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
         self.taken = 0  # graphs of earlier caches
-        self.odd = self.arrives = self.before = None  # the last: tokens of the step before
+        self.odd = self.arrives = None
+        self.before = None  # tokens of the step before; of a prompt its drafts and one
         self.leaves = False  # whether `_leave` is called at the end
         self.due = False  # whether the parts of the next step are compiled for the first time
         self.early = None  # steps that were replayed when one was captured in a prompt
@@ -374,8 +375,11 @@ class StepRunner:
             if captured.proved:
                 return self._replay(captured, step)
             return self._compared(forward, args, kwargs, captured, step)
+        kept = (
+            self.keeps and not self.held and self.kept.waits(self, step.tokens, step.drafting)
+        )
         if (
-            step.drafting and not as_before
+            step.drafting and not as_before and not kept
         ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
             self.why = self.why or (
                 ""
@@ -468,32 +472,34 @@ class StepRunner:
 
     def after_pass(self, args: tuple, kwargs: dict, took: float) -> None:
         """Capture the step after a prompt while the device still reads it: a step of a kind
-        that was compared before, if it takes less than the device needs. Where the step did not
-        come, as between chunks of a prompt, it is left to the steps from then on."""
+        that was compared before, with as many drafts as the prompt had, if it takes less than
+        the device needs. Where the step did not come, as between chunks of a prompt, it is left
+        to the steps from then on."""
         idle = self.held or self.early == self.replayed or torch.is_grad_enabled()
         if idle or not self.attached or not (known := _PROVED.get(self.model())):
             return
-        if self.keeps and self.kept.waits(self):  # a graph that the next step will take
+        layers = self.cache().coded_layers
+        drafting = layers[0].drafting
+        n = self.before if drafting else 1
+        if self.keeps and self.kept.waits(self, n, drafting):  # what the next step will take
             return
         stands = vars(self.model()).get("forward")
         if not isinstance(stands, Detour):  # somebody has put another forward there
             return
-        needs, layers = self._device_needs(took), self.cache().coded_layers
-        ids = args[0] if args else kwargs.get("input_ids")
+        needs, ids = self._device_needs(took), args[0] if args else kwargs.get("input_ids")
         mask, length = kwargs.get("attention_mask"), layers[0].length
-        if not needs or layers[0].drafting or type(ids) is not Tensor or ids.ndim != 2:
+        if not needs or type(ids) is not Tensor or ids.ndim != 2:
             return
-        rows = len(ids)
-        alike = lambda kind: kind.ids == (rows, 1) and kind.masked == (mask is not None)
-        found = [(kind, t) for kind, t in known.values() if alike(kind) and not kind.drafting]
+        like = (len(ids), n), mask is not None, drafting
+        alike = lambda kind: (kind.ids, kind.masked, kind.drafting) == like
+        found = [(kind, t) for kind, t in known.values() if alike(kind)]
         if not found or found[-1][1] > needs:
             return
         kind, _ = found[-1]
-        made = [
-            None if shape is None else ids.new_zeros(shape)
-            for shape in (kind.ids, kind.places, (rows, length + 1) if kind.masked else None)
-        ]
-        step = _Step(*made, False, kind.rest)
+        real = (len(ids), length + n) if kind.masked else None
+        shapes = kind.ids, kind.places, real
+        made = [None if shape is None else ids.new_zeros(shape) for shape in shapes]
+        step = _Step(*made, drafting, kind.rest)
         try:
             captured, forward = self._prepared(stands.inner, step)
         except torch.OutOfMemoryError:  # which the step itself will say
