@@ -98,22 +98,6 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def host_calls(step):
-    "Functions that Python calls in a step, its own and C's."
-    count = 0
-
-    def seen(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(seen)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 class FoundOnce:
     """A kernel that gives what it compiled, as Triton's compiler does and its interpreter does
     not; how often it was searched for, and how often what was found was launched."""
