@@ -497,9 +497,7 @@ def test_what_is_not_repeated(monkeypatch):
 
 @cpu_only
 @needs_gluon
-@mark.parametrize(
-    "d,base,inside", ((128, 1e4, True), (256, 1e6, True), (256, 500.0, False))
-)
+@mark.parametrize("d,base,inside", ((128, 1e4, True), (256, 1e6, True), (256, 500.0, False)))
 def test_where_the_means_sums_are_computed(monkeypatch, d, base, inside):
     "In the kernel, unless pairs turn too fast for the tables."
     q, store, _ = setup(d=d, G=4, B=1, H=1, T=600, center="pre_rope", base=base)
@@ -892,9 +890,7 @@ class Coefficients:
     def index(self, i):
         both = lambda *_: SimpleNamespace(load=lambda layout: pair)
         pair = torch.stack([self.held[i], self.held[i + 1]]) if i + 1 in self.held else None
-        return SimpleNamespace(
-            store=lambda x: self.held.__setitem__(i, x), _reinterpret=both
-        )
+        return SimpleNamespace(store=lambda x: self.held.__setitem__(i, x), _reinterpret=both)
 
 
 def on_torch(function):
