@@ -534,7 +534,7 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
     compiled[7, 1, 1](named["X"].data_ptr(), named["OUT"].data_ptr(), 2, 9, 16)
     assert len(calls) == 3 and calls[0][-1][0] is named["X"] and calls[1] == calls[2]
     elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
-    for new, warps in ((dict(step=3), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
+    for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
         by_name(7, named | new, {}, num_warps=warps)
         assert calls[-1][-1][0] is named["X"]
     run.global_scratch_size = 8
