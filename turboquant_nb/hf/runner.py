@@ -224,7 +224,7 @@ class StepRunner:
         self.odd = self.arrives = None
         self.before = None  # tokens of the step before; of a prompt its drafts and one
         self.leaves = False  # whether `_leave` is called at the end
-        self.due = False  # whether the parts of the next step are compiled for the first time
+        self.due = set()  # tokens of steps whose parts are next compiled for the first time
         self.early = None  # steps that were replayed when one was captured in a prompt
         self.forget()
 
@@ -336,11 +336,11 @@ class StepRunner:
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
-        if self.due and step.tokens == 1:
-            self.due = False
-            self.forget()
-        captured, as_before = self.held.get(step.tokens), step.tokens == self.before
-        self.before = step.tokens
+        as_before, self.before = step.tokens == self.before, step.tokens
+        if step.tokens in self.due and (as_before or not step.drafting):
+            self.due.remove(step.tokens)
+            self.held.pop(step.tokens, None)
+        captured = self.held.get(step.tokens)
         if captured and self._fits(captured, step):
             if captured.proved:
                 return self._replay(captured, step)
@@ -482,16 +482,17 @@ class StepRunner:
     # --- parts that are compiled
 
     def _parts(self, step: _Step):
-        "What stands in the model in an eager step; None: the model as it is."
-        if not self.chooses or step.tokens > 1:
+        "Lets parts stand in the model in an eager step; None: the model as it is."
+        if not self.chooses:
             return None
         model, layers = self.model(), len(self.cache().coded_layers)
-        return self.choice(model).ready(model, len(step.ids), layers, self.settings)
+        parts = self.choice(model).ready(model, tuple(step.ids.shape), layers, self.settings)
+        return parts and partial(parts.standing, step.tokens)
 
     @staticmethod
     def _with_parts(forward, parts, *args, **kwargs):
         "The model's forward, with parts in it."
-        with nullcontext() if parts is None else parts.standing():
+        with nullcontext() if parts is None else parts():
             return forward(*args, **kwargs)
 
     # --- capturing
@@ -620,9 +621,10 @@ class StepRunner:
             store.length += step.tokens
             layer.tail = None if tail is None else Tail(past - layer.recipe.recent, past, *tail)
         self.replayed += 1
-        if self.chooses and step.tokens == 1:
-            layers = len(self.stores)
-            self.due = self.choice(self.model()).count(len(step.ids), layers) or self.due
+        if self.chooses:
+            size = tuple(step.ids.shape)
+            if self.choice(self.model()).count(size, len(self.stores)):
+                self.due.add(step.tokens)
         if self.replayed % 16 == 0:
             self._look()
         tensors = {
