@@ -24,6 +24,7 @@ from tests.helpers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from turboquant_nb.cache.clock import DeviceClock
 from turboquant_nb.hf import TurboQuantCache, edits
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.runner import StepRunner
@@ -462,6 +463,31 @@ def test_a_crop_of_all_layers_is_few_launches(layers):
         calls = host_calls(lambda: cache.crop(-1))
     assert calls <= 60 + 35 * layers, calls
     assert {x.held for x in cache.layers} == {49}
+
+
+def test_slots_of_the_ring_are_computed_once_for_all_layers(monkeypatch):
+    """In a captured pass with drafts, for each number of recent tokens; and each capture asks
+    anew where the device stands."""
+    ring, asked = DeviceClock.ring, []
+    notes = lambda self, store: asked.append(self.by_device) or ring(self, store)
+    monkeypatch.setattr(DeviceClock, "ring", notes)
+    model = tiny("llama", num_hidden_layers=4)
+    model.set_attn_implementation("turboquant")
+    recipes = [Recipe(Spec(3), Spec(3), recent=n) for n in (7, 5, 7, 5)]
+    text, said = prompt(1, 90, padded=False)["input_ids"], []
+    for graphs in (False, Tape):
+        cache, at = TurboQuantCache(model, recipes, max_length=100, graphs=graphs), 40
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(text[:, :at], past_key_values=cache)
+            out = []
+            for n in (4, 4, 4, 4, 5, 5, 5, 4, 5):
+                out.append(model(text[:, at : at + n], past_key_values=cache).logits)
+                cache.crop(-2)
+                at += n - 2
+        said.append(torch.cat(out, 1))
+    assert sum(asked) == 2 * 2 and cache.runner.captured == 2, asked
+    assert (said[0] - said[1]).abs().max() < 1e-4 * said[0].abs().max()
 
 
 def test_passes_of_changing_lengths_are_not_captured():

@@ -561,10 +561,15 @@ class StepRunner:
             *captured.states.tensors,
             *(t for s in stores for t in (*row_tensors(s), s.clock.position, s.flags)),
         ]
+        rings = {}
+        for x in layers:
+            x.captured.rings = rings
         try:
             out = captured.graph.capture(run, kept)
         finally:
             captured.states.put()
+            for x in layers:
+                x.captured.rings = None
         captured.tables = [dict(s.plans) for s in stores]
         captured.tables += [x.prefix.tables for x in layers if x.prefix is not None]
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
