@@ -61,8 +61,8 @@ class CapturedSteps:
 
     @_plain
     def newest(self, store: KVStore, *states: Tensor) -> tuple:
-        """Recent tokens in order, then new states, as `tail_with` has them. Layers that a runner
-        captures are equally long, so slots are computed once for all."""
+        """Recent tokens in order, then new states, as `tail_with` has them. Layers that a
+        runner captures are equally long, so slots are computed once for all."""
         rings, recent = {} if self.rings is None else self.rings, store.recipe.recent
         if recent not in rings:
             rings[recent] = store.clock.ring(store)[1]
