@@ -345,12 +345,8 @@ class StepRunner:
             if captured.proved:
                 return self._replay(captured, step)
             return self._compared(forward, args, kwargs, captured, step)
-        kept = (
-            self.keeps and not self.held and self.kept.waits(self, step.tokens, step.drafting)
-        )
-        if (
-            step.drafting and not as_before and not kept
-        ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+        # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+        if step.drafting and not as_before and not self._waits(step.tokens):
             self.why = self.why or (
                 ""
                 if self.captured or self.taken
@@ -358,6 +354,11 @@ class StepRunner:
             )
             return forward(*args, **kwargs)
         return self._start(forward, args, kwargs, step)
+
+    def _waits(self, tokens: int | None) -> bool:
+        "Whether an earlier cache has left a graph for so many tokens, which a step would take."
+        drafting = self.cache().coded_layers[0].drafting
+        return self.keeps and not self.held and self.kept.waits(self, tokens, drafting)
 
     def _fits(self, captured: _Captured, step: _Step) -> bool:
         "Whether the graph is of this step."
@@ -451,7 +452,7 @@ class StepRunner:
         layers = self.cache().coded_layers
         drafting = layers[0].drafting
         n = self.before if drafting else 1
-        if self.keeps and self.kept.waits(self, n, drafting):  # what the next step will take
+        if self._waits(n):  # what the next step will take
             return
         stands = vars(self.model()).get("forward")
         if not isinstance(stands, Detour):  # somebody has put another forward there
