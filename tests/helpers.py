@@ -98,6 +98,32 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class FoundOnce:
+    """A kernel that gives what it compiled, as Triton's compiler does and its interpreter does
+    not; how often it was searched for, and how often what was found was launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.searched, self.launched = kernel, 0, 0
+
+    def __getitem__(self, grid):
+        def search(*args, **options):
+            self.searched += 1
+            return self.kernel[grid](*args, **options) or self.Compiled(self)
+
+        return search
+
+    class Compiled:
+        def __init__(self, found):
+            self.found = found
+
+        def __getitem__(self, grid):
+            def launch(*args):
+                self.found.launched += 1
+                self.found.kernel[grid](*args)
+
+            return launch
+
+
 @contextmanager
 def recording():
     "What runs here is as in a recorded step: the device counts, the host is told nothing."
@@ -558,6 +584,7 @@ def attended_store(
     scale_dtype="float16",
     table="sphere",
     decay=0,
+    base=10000.0,
 ):
     "A query, a store with T tokens, and the last m of them exact."
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -575,7 +602,7 @@ def attended_store(
         recent=win,
     )
     inv_freq = (
-        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
+        base ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
         if center == "pre_rope"
         else None
     )

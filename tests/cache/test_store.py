@@ -403,6 +403,23 @@ def test_the_dense_model_can_fail():
             check(store, other)
 
 
+@pytest.mark.parametrize("changes", range(4))
+def test_a_copy_knows_where_its_rows_begin(changes):
+    """The host knows starts as long as their tensor has not changed; a copy's counts its
+    changes anew, so that one change of it could look like those that the host has seen."""
+    store = make(Recipe(), 2)
+    for i in range(changes):
+        store.set_range(start=torch.tensor([i + 1, 0]))
+        assert store.ranges.starts == (i + 1, 0)
+    for again in (copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))):
+        held = again(store.ranges)
+        assert held.starts == store.ranges.starts
+        for i in range(3):
+            held.start.copy_(torch.tensor([5 + i, 1]))
+            assert held.starts == (5 + i, 1)
+        store.start.copy_(torch.tensor([changes, 0]))  # which `copy.copy` shares
+
+
 # --- a pre-RoPE mean
 # ----------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from turboquant_nb.cache.clock import DeviceClock
 from turboquant_nb.hf import TurboQuantCache, edits
 from turboquant_nb.hf.graphs import Tape
-from turboquant_nb.hf.runner import StepRunner
+from turboquant_nb.hf.runner import StepRunner, _settings
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
@@ -743,3 +743,77 @@ def test_what_a_device_needs_is_counted_by_layers(layers, done, took, needs):
     assert cache.runner._device_needs(took) == needs
     cache._unseen.pop()
     assert cache.runner._device_needs(took) == 0  # another way of coding: not known
+
+
+@torch.no_grad()
+def test_what_a_graph_has_of_a_model_is_looked_at_in_each_call():
+    """Each of these changes between two calls is seen, and taken back it is what it was; new
+    values of weights are not. Sixteen functions are called for a module at most (129 when
+    parameters, buffers and modules were walked through one by one and attributes spelt out)."""
+    model = copy.deepcopy(tiny("llama", num_hidden_layers=2))
+    mlp, before = model.model.layers[1].mlp, _settings(model)
+
+    def attribute(name, value, of=mlp):
+        old = vars(of).get(name, of)
+        setattr(of, name, value)
+        return lambda: delattr(of, name) if old is of else setattr(of, name, old)
+
+    def hooked(register):
+        return register(lambda *args: None).remove
+
+    def module(name, new, of=mlp):
+        old = of._modules.get(name)
+        of._modules[name] = new
+        return lambda: of._modules.pop(name) if old is None else of._modules.update({name: old})
+
+    def tensor(held, name, new):
+        old = held[name]
+        held[name] = new
+        return lambda: held.update({name: old})
+
+    def precision(name):
+        old = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(name)
+        return lambda: torch.set_float32_matmul_precision(old)
+
+    def autocast(kind):
+        context = torch.autocast("cpu", kind)
+        context.__enter__()
+        return lambda: context.__exit__(None, None, None)
+
+    weights, rope = mlp.up_proj._parameters, model.model.rotary_emb._buffers
+    changes = [
+        lambda: attribute("active", "one"),
+        lambda: attribute("active", ["one", ("two", 2)]),
+        lambda: attribute("active", True),
+        lambda: attribute("active", 1),
+        lambda: attribute("active", 1.0),
+        lambda: attribute("training", True, model.model.norm),
+        lambda: attribute("forward", mlp.up_proj.forward),
+        lambda: hooked(mlp.register_forward_hook),
+        lambda: hooked(mlp.register_forward_pre_hook),
+        lambda: module("adapter", torch.nn.Linear(2, 2, bias=False)),
+        lambda: module("act_fn", torch.nn.GELU()),
+        lambda: tensor(weights, "weight", torch.nn.Parameter(weights["weight"].clone())),
+        lambda: tensor(weights, "weight", torch.nn.Parameter(weights["weight"].half())),
+        lambda: tensor(rope, "inv_freq", rope["inv_freq"].clone()),
+        lambda: precision("medium"),
+        lambda: autocast(torch.bfloat16),
+        lambda: autocast(torch.float16),
+    ]
+    seen = [before]
+    for change in changes:
+        back = change()
+        seen.append(_settings(model))
+        back()
+        assert _settings(model) == before
+    assert [seen.index(x) for x in seen] == [*range(len(seen))]
+    lists = attribute("active", ["one"]), _settings(model)
+    mlp.active.append("two")
+    assert _settings(model) != lists[1]
+    lists[0]()
+    weights["weight"].add_(1)
+    assert _settings(model) == before
+    model.model.loop = model.model.layers  # a module in two places
+    assert isinstance(_settings(model), int)
+    assert host_calls(lambda: _settings(model)) <= 16 * len([*model.modules()])

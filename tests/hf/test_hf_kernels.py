@@ -2,6 +2,7 @@
 where there is no GPU), and reasons where they do not."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -628,6 +629,64 @@ def silent(monkeypatch):
     monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
     monkeypatch.setattr(encode_launch, "_READY", {})
     return made
+
+
+class Named(TorchDispatchMode):
+    "Counts PyTorch's operations by name."
+
+    def __init__(self):
+        super().__init__()
+        self.n = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Found(Silent):
+    "A kernel that is searched for, and does nothing."
+
+    def __getitem__(self, grid):
+        searched = f"search {self.name}"
+        return lambda *args, **options: (
+            self.made.append(searched) or Silent(self.made, self.name)
+        )
+
+
+@pytest.mark.skipif(
+    CUDA or not ops.launch.is_interpreted(),
+    reason="Triton's interpreter, where there is no GPU",
+)
+@pytest.mark.parametrize("tokens, launches", [(512, 1), (700, 2)])
+def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
+    """In the second layer Triton searches for nothing. Coding takes 530 function calls (642
+    when each layer made its tensors one by one), and PyTorch fills memory twice: all that is
+    new together, and the flags (13 times)."""
+    from turboquant_nb.kernels import encode_launch, launcher, mean
+
+    made, monkey = [], monkeypatch.setattr
+    monkey(launcher, "READY", {})
+    for of in (mean._sums_launcher, mean._mean_launcher, encode_launch._long_launcher):
+        monkey(of, "kernel", Found(made, of.kernel.__name__))
+    model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=3), max_position_embeddings=1100)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k3v3", backend="triton", graphs=False)
+    k = torch.randn(1, model.config.num_key_value_heads, tokens, 64)
+    with torch.no_grad():
+        assert cache.take()
+        cache.update(k, k, 0)
+        assert [x for x in made if x.startswith("search")][:3] == made[:3]
+        made.clear()
+        calls = host_calls(lambda: cache.update(k, k, 1))
+        names = ["_sums_kernel", "_mean_kernel", *["_encode_kernel"] * launches]
+        assert made == names, made
+        with Named() as operations:
+            cache.update(k, k, 2)
+    fills = sum(
+        operations.n[name] for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
+    )
+    assert calls <= 530 and fills <= 2, (calls, operations.n)
+    assert all(x.store.length == tokens and x.coded["kernel"] for x in cache.layers)
 
 
 @pytest.mark.skipif(

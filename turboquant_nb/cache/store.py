@@ -23,8 +23,8 @@ from turboquant_nb.cache.append import (
     prompt_pair_scales,
 )
 from .clock import DeviceClock, HostClock, check_states, flags_of
-from .exact import Ranges, Tail, _plain, ring_slots
-from .memory import Part, placed
+from .exact import Ranges, Tail, _plain, clear, ring_slots
+from .memory import Part, placed, resized
 from .packing import TILE
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Coded, Spec, decode
@@ -52,19 +52,23 @@ class KVStore:
         static: bool = False,
         # [r/2] the model's RoPE frequencies, for a centre that rotates; or their table
         inv_freq: Tensor | CosSinCache | None = None,
+        tokens: int = 0,  # that there is room for at once; more are allocated when they come
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
         self.batch, self.heads, self.dtype = batch, heads, dtype
         _check_store_args(batch, heads, max_length, dtype, self.recipe, static)
         self.home = self.device = placed(device)
         self.tile, self.max_length, r = tile, max_length, self.recipe
+        start = torch.empty(batch, dtype=torch.long, device=self.device)
         more = dict(batch=batch, heads=heads, sinks=r.sinks, recent=r.recent, dtype=dtype)
+        more |= dict(tiles=math.ceil((max_length or tokens) / tile), blank=(blank := [start]))
         dv = d_key if d_value is None else d_value
         self.key = Part(r.key, d_key, "channel", tile, self.device).allocate(**more)
         self.value = Part(r.value, dv, "token", tile, self.device).allocate(**more)
         self.parts = self.key, self.value  # what has codes; all of it moves together
         _check_codes(self.parts, static, r.decay)
-        self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
+        clear(blank)
+        self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
         self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = (
@@ -79,9 +83,6 @@ class KVStore:
             make = lambda: shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin = inv_freq if is_table else make()
             self.cos_sin.reach(max_length or 0)
-        for part in self.parts if max_length else ():
-            tiles = math.ceil(max_length / tile)
-            part.memory.tensors = part.memory.resized(drop=0, tiles=tiles)
         self.clock = DeviceClock(self) if static else HostClock()
         if static:
             _pin(self)
@@ -589,7 +590,7 @@ def evict(self: KVStore, before: int) -> None:
     self.complete()
     live = math.ceil((self.length - self.offset) / self.tile) - tiles
     keep = self.capacity // self.tile if self.max_length is not None else live
-    kept = [part.memory.resized(drop=tiles, tiles=keep) for part in self.parts]
+    kept = resized([part.memory for part in self.parts], drop=tiles, tiles=keep)
     for part, tensors in zip(self.parts, kept):
         part.memory.tensors = tensors
         part.memory.truncated_tiles = max(0, part.memory.truncated_tiles - tiles)

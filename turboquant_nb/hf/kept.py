@@ -57,19 +57,27 @@ def _is_alone(stores: list) -> bool:
     return True
 
 
+def _are_alike(a, b) -> bool:
+    "Whether two parts hold the same kinds of tensors, of whatever number of tiles."
+    coded, ours, theirs = a.memory.names, a.tensors, b.tensors
+    if a.q != b.q or a.memory.truncated_tiles != b.memory.truncated_tiles:
+        return False
+    for name, t in ours.items():
+        other = theirs.get(name)
+        if other is None or t.dtype != other.dtype or t.device != other.device:
+            return False
+        have, want = t.shape, other.shape
+        if have != want and not (name in coded and have[:2] + have[3:] == want[:2] + want[3:]):
+            return False
+    return len(ours) == len(theirs)
+
+
 def _is_like(new: KVStore, old: KVStore) -> bool:
     "Whether the codes of a store that the host counts can lie in the tensors of another."
     tied = new.offset or new.waiting or new.uncoded or new.clock.fixed
     if tied or new.end is not None or new.cos_sin is not old.cos_sin:
         return False
-
-    def kind(part):
-        coded, truncated = part.memory.names, part.memory.truncated_tiles
-        rows = lambda name, t: (*t.shape[:2], *t.shape[3:]) if name in coded else t.shape
-        kinds = {name: (rows(name, t), t.dtype, t.device) for name, t in part.tensors.items()}
-        return part.q, truncated, kinds
-
-    return all(kind(a) == kind(b) for a, b in zip(new.parts, old.parts))
+    return all(map(_are_alike, new.parts, old.parts))
 
 
 @_plain

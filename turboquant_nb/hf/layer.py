@@ -324,14 +324,14 @@ class TurboQuantLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Build the store from the shapes of the first chunk; head counts are the local ones
         under tensor parallelism."""
-        (b, h, _, dk), dv = key_states.shape, value_states.shape[3]
+        (b, h, n, dk), dv = key_states.shape, value_states.shape[3]
         length = None if self.is_sliding and not self.clock.fixed else self.max_length
         kind = key_states.dtype, key_states.device
         rope, known = {}, (self.inv_freq, dk, key_states.device)
         if self.inv_freq is not None:
             rope["inv_freq"] = self.reader.tables.get(known) or torch.tensor(self.inv_freq)
         self.store = KVStore(
-            self.recipe, b, h, dk, dv, *kind, length, **self.clock.settings, **rope
+            self.recipe, b, h, dk, dv, *kind, length, **self.clock.settings, **rope, tokens=n
         )
         if self.store.cos_sin is not None:
             self.reader.tables[known] = self.store.cos_sin

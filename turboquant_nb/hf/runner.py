@@ -91,24 +91,54 @@ _PROVED = WeakKeyDictionary()
 # model -> {proof: (kind, seconds that capturing took)} of steps that were compared once
 
 
+class _Told(dict):
+    """How attributes of a type are told, made at first sight of it: 1 numbers and texts, by
+    themselves; 2 lists and tuples, by what is in them; 0 not at all."""
+
+    def __missing__(self, kind: type) -> int:
+        alone = issubclass(kind, (bool, int, float, str))
+        self[kind] = 1 if alone else 2 * issubclass(kind, (list, tuple))
+        return self[kind]
+
+
+_TOLD = _Told()
+
+
+def _is_plain(x) -> bool:
+    "Whether x is made of numbers and texts alone."
+    told = _TOLD[type(x)]
+    return told == 1 or (told == 2 and all(map(_is_plain, x)))
+
+
 def _settings(model: torch.nn.Module) -> int:
     """What a graph of the model has of it besides the values of its weights: where they are,
-    the plain attributes of its modules, such as which adapter is active, who stands for their
-    forward, and how products round."""
-    where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
-    plain = lambda x: (
-        isinstance(x, (bool, int, float, str))
-        or (isinstance(x, (list, tuple)) and all(map(plain, x)))
-    )
-    attributes = [
-        (name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)
-    ]
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    below = [id(m.__dict__.get("forward")) for m in model.modules() if m is not model]
+    its modules, their plain attributes, such as which adapter is active, how many hooks they
+    have, who stands for their forward, and how products round. Every module is looked at anew:
+    in each prompt of a cache that has graphs, and before a step is captured or taken over from
+    an earlier cache; not between the steps of an answer."""
+    seen, left, told = set(), [model], []
+    while left:
+        module = left.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        held = vars(module)
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        forward = 0 if module is model else id(held.get("forward"))
+        told += (type(module), *hooks, forward)
+        for name, x in held.items():
+            if how := _TOLD[type(x)]:
+                told += (
+                    (name, type(x), x) if how == 1 else (name, repr(x) if _is_plain(x) else "")
+                )
+        for tensors in (module._parameters, module._buffers):
+            for x in tensors.values():
+                if x is not None:
+                    told += (x.data_ptr(), x.dtype)
+        left += module._modules.values()
     kind = getattr(model, "device", torch.device("cpu")).type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    rounds = torch.get_float32_matmul_precision(), cast
-    return hash((*where, *attributes, *hooks, *below, *rounds))
+    return hash((*told, torch.get_float32_matmul_precision(), cast))
 
 
 @dataclass
