@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.helpers import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from turboquant_nb.cache.clock import DeviceClock
 from turboquant_nb.hf import TurboQuantCache, edits
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.runner import StepRunner, _settings
@@ -462,6 +464,63 @@ def test_a_crop_of_all_layers_is_few_launches(layers):
         calls = host_calls(lambda: cache.crop(-1))
     assert calls <= 60 + 35 * layers, calls
     assert {x.held for x in cache.layers} == {49}
+
+
+class Still(Tape):
+    "A graph whose replay computes nothing: what is left is the host's part."
+
+    def replay(self):
+        pass
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_a_replayed_pass_costs_the_host(n, monkeypatch):
+    "Function calls from the model's call on: 217 once and 8 for a layer; nothing is awaited."
+    monkeypatch.setattr(StepRunner, "_compared", lambda self, *args: self._replay(*args[-2:]))
+    counts = []
+    for layers in (2, 6):
+        model, text = tiny("llama", num_hidden_layers=layers), prompt(1, 60, padded=False)
+        model.set_attn_implementation("turboquant")
+        cache, ids = TurboQuantCache(model, "k3v3", graphs=Still), text["input_ids"]
+        cache.activate_past_recording()
+        mask, at = torch.ones(1, 60, dtype=torch.long), 30
+        with torch.no_grad():
+            model(ids[:, :at], attention_mask=mask[:, :at], past_key_values=cache)
+            for i in range(5):
+                step = dict(input_ids=ids[:, at : at + n], attention_mask=mask[:, : at + n])
+                step |= dict(past_key_values=cache, logits_to_keep=n, use_cache=True)
+                replay = lambda step=step: model(**step)
+                with NoReads() if i == 3 else nullcontext():
+                    calls = host_calls(replay) if i == 4 else replay()
+                at += n
+        assert cache.runner.replayed == 3 and cache.get_seq_length() == at
+        counts.append(calls)
+    assert counts[1] - counts[0] <= 4 * 8 and counts[0] <= 260, counts
+
+
+def test_slots_of_the_ring_are_computed_once_for_all_layers(monkeypatch):
+    """In a captured pass with drafts, for each number of recent tokens; and each capture asks
+    anew where the device stands."""
+    ring, asked = DeviceClock.ring, []
+    notes = lambda self, store: asked.append(self.by_device) or ring(self, store)
+    monkeypatch.setattr(DeviceClock, "ring", notes)
+    model = tiny("llama", num_hidden_layers=4)
+    model.set_attn_implementation("turboquant")
+    recipes = [Recipe(Spec(3), Spec(3), recent=n) for n in (7, 5, 7, 5)]
+    text, said = prompt(1, 90, padded=False)["input_ids"], []
+    for graphs in (False, Tape):
+        cache, at = TurboQuantCache(model, recipes, max_length=100, graphs=graphs), 40
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(text[:, :at], past_key_values=cache)
+            out = []
+            for n in (4, 4, 4, 4, 5, 5, 5, 4, 5):
+                out.append(model(text[:, at : at + n], past_key_values=cache).logits)
+                cache.crop(-2)
+                at += n - 2
+        said.append(torch.cat(out, 1))
+    assert sum(asked) == 2 * 2 and cache.runner.captured == 2, asked
+    assert (said[0] - said[1]).abs().max() < 1e-4 * said[0].abs().max()
 
 
 def test_passes_of_changing_lengths_are_not_captured():

@@ -254,7 +254,7 @@ class StepRunner:
         self.odd = self.arrives = None
         self.before = None  # tokens of the step before; of a prompt its drafts and one
         self.leaves = False  # whether `_leave` is called at the end
-        self.due = False  # whether the parts of the next step are compiled for the first time
+        self.due = set()  # tokens of steps whose parts are next compiled for the first time
         self.early = None  # steps that were replayed when one was captured in a prompt
         self.forget()
 
@@ -366,21 +366,17 @@ class StepRunner:
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
-        if self.due and step.tokens == 1:
-            self.due = False
-            self.forget()
-        captured, as_before = self.held.get(step.tokens), step.tokens == self.before
-        self.before = step.tokens
+        as_before, self.before = step.tokens == self.before, step.tokens
+        if step.tokens in self.due and (as_before or not step.drafting):
+            self.due.remove(step.tokens)
+            self.held.pop(step.tokens, None)
+        captured = self.held.get(step.tokens)
         if captured and self._fits(captured, step):
             if captured.proved:
                 return self._replay(captured, step)
             return self._compared(forward, args, kwargs, captured, step)
-        kept = (
-            self.keeps and not self.held and self.kept.waits(self, step.tokens, step.drafting)
-        )
-        if (
-            step.drafting and not as_before and not kept
-        ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+        # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+        if step.drafting and not as_before and not self._waits(step.tokens):
             self.why = self.why or (
                 ""
                 if self.captured or self.taken
@@ -388,6 +384,11 @@ class StepRunner:
             )
             return forward(*args, **kwargs)
         return self._start(forward, args, kwargs, step)
+
+    def _waits(self, tokens: int | None) -> bool:
+        "Whether an earlier cache has left a graph for so many tokens, which a step would take."
+        drafting = self.cache().coded_layers[0].drafting
+        return self.keeps and not self.held and self.kept.waits(self, tokens, drafting)
 
     def _fits(self, captured: _Captured, step: _Step) -> bool:
         "Whether the graph is of this step."
@@ -481,7 +482,7 @@ class StepRunner:
         layers = self.cache().coded_layers
         drafting = layers[0].drafting
         n = self.before if drafting else 1
-        if self.keeps and self.kept.waits(self, n, drafting):  # what the next step will take
+        if self._waits(n):  # what the next step will take
             return
         stands = vars(self.model()).get("forward")
         if not isinstance(stands, Detour):  # somebody has put another forward there
@@ -512,16 +513,17 @@ class StepRunner:
     # --- parts that are compiled
 
     def _parts(self, step: _Step):
-        "What stands in the model in an eager step; None: the model as it is."
-        if not self.chooses or step.tokens > 1:
+        "Lets parts stand in the model in an eager step; None: the model as it is."
+        if not self.chooses:
             return None
         model, layers = self.model(), len(self.cache().coded_layers)
-        return self.choice(model).ready(model, len(step.ids), layers, self.settings)
+        parts = self.choice(model).ready(model, tuple(step.ids.shape), layers, self.settings)
+        return parts and partial(parts.standing, step.tokens)
 
     @staticmethod
     def _with_parts(forward, parts, *args, **kwargs):
         "The model's forward, with parts in it."
-        with nullcontext() if parts is None else parts.standing():
+        with nullcontext() if parts is None else parts():
             return forward(*args, **kwargs)
 
     # --- capturing
@@ -590,10 +592,15 @@ class StepRunner:
             *captured.states.tensors,
             *(t for s in stores for t in (*row_tensors(s), s.clock.position, s.flags)),
         ]
+        rings = {}
+        for x in layers:
+            x.captured.rings = rings
         try:
             out = captured.graph.capture(run, kept)
         finally:
             captured.states.put()
+            for x in layers:
+                x.captured.rings = None
         captured.tables = [dict(s.plans) for s in stores]
         captured.tables += [x.prefix.tables for x in layers if x.prefix is not None]
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
@@ -650,9 +657,10 @@ class StepRunner:
             store.length += step.tokens
             layer.tail = None if tail is None else Tail(past - layer.recipe.recent, past, *tail)
         self.replayed += 1
-        if self.chooses and step.tokens == 1:
-            layers = len(self.stores)
-            self.due = self.choice(self.model()).count(len(step.ids), layers) or self.due
+        if self.chooses:
+            size = tuple(step.ids.shape)
+            if self.choice(self.model()).count(size, len(self.stores)):
+                self.due.add(step.tokens)
         if self.replayed % 16 == 0:
             self._look()
         tensors = {
