@@ -71,8 +71,8 @@ def _nibbles(out: list, bits: int, half: int, pair: int):
 
 
 def _look_up(out: list, table: list, top: str | None, to: tuple, pairs: bool) -> None:
-    """The levels of the nibbles in `s` and `h`: by one table, or by two and bit 2 of the nibbles
-    in `top`, which chooses."""
+    """The levels of the nibbles in `s` and `h`: by one table, or by two and bit 2 of the
+    nibbles in `top`, which chooses."""
     a, b = ("x", "y") if pairs else to
     if top is not None:  # byte i of what one table gave, or of what the other did
         out.append(f"lop3.b32 m, {top}, 0x44444444, 0x32103210, 0xEA;")
