@@ -994,6 +994,7 @@ def test_tables_hold_every_tensor_of_a_quantizer():
     "kwargs, error, name",
     [
         (dict(batch=0), ValueError, "batch"),
+        (dict(tokens=-1), ValueError, "tokens must be an integer of at least 0, got -1"),
         (dict(heads=0), ValueError, "heads"),
         (dict(max_length=0), ValueError, "max_length"),
         (dict(dtype=torch.int8), TypeError, "dtype"),

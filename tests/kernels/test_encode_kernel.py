@@ -468,7 +468,15 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
     agree(store, plain, parts)
 
 
-def test_direct_launches_pass_what_triton_passes(monkeypatch):
+class ApartLauncher:
+    "Triton's launcher of NVIDIA kernels up to 3.6: arguments follow one by one."
+
+    def __call__(self, x, y, z, stream, function, *args):
+        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, *args)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_direct_launches_pass_what_triton_passes(apart, monkeypatch):
     """Triton's own launcher of NVIDIA kernels, without a GPU: its C function gets the same
     arguments from both; where kernels need scratch memory Triton's launcher is kept."""
     from triton.backends.nvidia.driver import CudaLauncher
@@ -477,7 +485,8 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
         [],
         {f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")},
     )
-    run = object.__new__(CudaLauncher)
+    run = object.__new__(ApartLauncher if apart else CudaLauncher)
+    of = lambda call: call[-1] if isinstance(call[-1], tuple) else call[-5:]  # its arguments
     run.__dict__.update(
         settings,
         num_ctas=1,
@@ -532,12 +541,11 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
     for n, size in ((5, 5), (9, 7)):
         by_name(size, named | dict(n=n), {}, num_warps=1)
     compiled[7, 1, 1](named["X"].data_ptr(), named["OUT"].data_ptr(), 2, 9, 16)
-    first = lambda call: call[-1][0] if isinstance(call[-1], tuple) else call[-5]  # by version
-    assert len(calls) == 3 and first(calls[0]) is named["X"] and calls[1] == calls[2]
+    assert len(calls) == 3 and of(calls[0])[0] is named["X"] and calls[1] == calls[2]
     elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
     for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
         by_name(7, named | new, {}, num_warps=warps)
-        assert first(calls[-1]) is named["X"]
+        assert of(calls[-1])[0] is named["X"]
     run.global_scratch_size = 8
     assert not launcher.direct_launcher(compiled, grid).__qualname__.startswith(
         "direct_launcher"

@@ -56,7 +56,7 @@ class KVStore:
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
         self.batch, self.heads, self.dtype = batch, heads, dtype
-        _check_store_args(batch, heads, max_length, dtype, self.recipe, static)
+        _check_store_args(batch, heads, max_length, dtype, self.recipe, static, tokens)
         self.home = self.device = placed(device)
         self.tile, self.max_length, r = tile, max_length, self.recipe
         start = torch.empty(batch, dtype=torch.long, device=self.device)
@@ -259,9 +259,9 @@ class KVStore:
         return self.clock.sync(self)
 
 # %% ../../nbs/31_store.ipynb #530b4fc7
-def _check_store_args(batch, heads, max_length, dtype, recipe, static):
-    checks.whole(batch, "batch", 1)
-    checks.whole(heads, "heads", 1)
+def _check_store_args(batch, heads, max_length, dtype, recipe, static, tokens):
+    for name, x, least in (("batch", batch, 1), ("heads", heads, 1), ("tokens", tokens, 0)):
+        checks.whole(x, name, least)
     if max_length is not None:
         checks.whole(max_length, "max_length", 1)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
