@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from turboquant_nb import results
-from turboquant_nb.kernels import decode_launch, decode_mma, launch
+from turboquant_nb.kernels import decode_mma, launch, launcher
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
@@ -52,7 +52,7 @@ def name_of(form) -> str:
 def use(programs, limit, mean):
     "From now on calls are compiled and split like this."
     decode_mma.sums_inside = lambda *_: mean == "fused"
-    decode_launch.READY.clear()
+    launcher.READY.clear()
     decode_mma.packaged_config = lambda *_: (programs, {"maxnreg": limit} if limit else {})
 
 

@@ -532,9 +532,12 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
     for n, size in ((5, 5), (9, 7)):
         by_name(size, named | dict(n=n), {}, num_warps=1)
     compiled[7, 1, 1](named["X"].data_ptr(), named["OUT"].data_ptr(), 2, 9, 16)
-    assert len(calls) == 3 and calls[0][-1][0] is named["X"] and calls[1] == calls[2]
-    by_name(7, named | dict(step=3), {}, num_warps=2)  # another kind is searched for again
-    assert calls[3][-1][0] is named["X"]
+    first = lambda call: call[-1][0] if isinstance(call[-1], tuple) else call[-5]  # by version
+    assert len(calls) == 3 and first(calls[0]) is named["X"] and calls[1] == calls[2]
+    elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
+    for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
+        by_name(7, named | new, {}, num_warps=warps)
+        assert first(calls[-1]) is named["X"]
     run.global_scratch_size = 8
     assert not launcher.direct_launcher(compiled, grid).__qualname__.startswith(
         "direct_launcher"

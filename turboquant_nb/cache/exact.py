@@ -54,8 +54,9 @@ def ring_slots(first: int, count: int, recent: int, device: torch.device) -> Ten
 
 def clear(tensors: list) -> None:
     "Fill tensors of one device, of whatever shapes and dtypes, with 0: on a GPU in one launch."
-    as_bytes = lambda t: t if t.dtype == torch.uint8 else t.view(torch.uint8)
-    if some := [as_bytes(t) for t in tensors if t.numel()]:
+    byte = torch.uint8
+    some = [t if t.dtype is byte else t.view(byte) for t in tensors if t.numel()]
+    if some:
         torch._foreach_zero_(some)
 
 

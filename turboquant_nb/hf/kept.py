@@ -85,14 +85,16 @@ def _move(new: list, old: list) -> None:
     "Have old stores hold what new ones do."
     source, target = [], []
     for a, b in zip(new, old):
+        tiles = math.ceil(a.length / a.tile)
         for p, q in zip(a.parts, b.parts):
-            coded, theirs = p.memory.names, q.tensors
-            tiles = math.ceil(a.length / a.tile)
-            cut = lambda name, t, coded=coded, tiles=tiles: (
-                t[:, :, :tiles] if name in coded else t
-            )
-            source += [cut(name, t) for name, t in p.tensors.items()]
-            target += [cut(name, theirs[name]) for name in p.tensors]
+            coded, theirs = p.memory.tensors, q.tensors
+            for name, t in p.tensors.items():
+                both = t, theirs[name]
+                if name in coded:
+                    both = (x if x.shape[2] == tiles else x.narrow(2, 0, tiles) for x in both)
+                mine, kept = both
+                source.append(mine)
+                target.append(kept)
         flags = torch.zeros_like(b.flags) if a.flags is None else a.flags
         source, target = [*source, a.start, flags], [*target, b.start, b.flags]
     lengths = torch.full_like(old[0].clock.position, new[0].length)

@@ -71,8 +71,8 @@ def _nibbles(out: list, bits: int, half: int, pair: int):
 
 
 def _look_up(out: list, table: list, top: str | None, to: tuple, pairs: bool) -> None:
-    """The levels of the nibbles in `s` and `h`: by one table, or by two and bit 2 of the nibbles
-    in `top`, which chooses."""
+    """The levels of the nibbles in `s` and `h`: by one table, or by two and bit 2 of the
+    nibbles in `top`, which chooses."""
     a, b = ("x", "y") if pairs else to
     if top is not None:  # byte i of what one table gave, or of what the other did
         out.append(f"lop3.b32 m, {top}, 0x44444444, 0x32103210, 0xEA;")
@@ -87,7 +87,6 @@ def _look_up(out: list, table: list, top: str | None, to: tuple, pairs: bool) ->
     if pairs:
         out.append(f"prmt.b32 {to[0]}, x, y, 0x6420;")
         out.append(f"prmt.b32 {to[1]}, x, y, 0x7531;")
-
 
 # %% ../../nbs/43_decode_mma.ipynb #7fd8a2f2
 def lookup_asm(
@@ -902,7 +901,6 @@ def _mean_coefficients(COEFFICIENTS, inputs, factor, G: gl.constexpr):
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
     return gl.convert_layout(top * factor, column), gl.convert_layout(still * factor, column)
 
-
 # %% ../../nbs/43_decode_mma.ipynb #d30c5663
 _TWO_HALVES = (
     gl.constexpr("""{ .reg .b16 p, q; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {p, q}, $0; cvt.f32.f16 u, p; cvt.f32.f16 v, q;
@@ -918,12 +916,7 @@ _MIRROR = gl.constexpr(
 def _halves(x):
     "fp32 as the sum of two fp16."
     return gl.inline_asm_elementwise(
-        _TWO_HALVES,
-        "=r,=r,f,f",
-        [x],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
+        _TWO_HALVES, "=r,=r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )
 
 
@@ -1781,7 +1774,6 @@ def sums_inside(size: int, rows: int) -> bool:
     channels."""
     return size <= (256 if rows <= 4 else 128)
 
-
 # %% ../../nbs/43_decode_mma.ipynb #e763eaa8
 class Repeatable(NamedTuple):
     "Launches of a call, to be made again for another one of its kind."
@@ -1905,8 +1897,4 @@ def mma_attention(
     shapes |= ({"bias": bias.shape} if biased else {}) | (
         {} if fast_k else {"rotated": rotated.shape}
     )
-    return (
-        out,
-        lse,
-        Repeatable(splits, rule, shapes, [*launches, last]) if last else None,
-    )
+    return (out, lse, Repeatable(splits, rule, shapes, [*launches, last]) if last else None)

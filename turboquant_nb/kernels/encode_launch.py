@@ -454,7 +454,8 @@ def _plan(store: KVStore) -> _AppendPlan:
         rows = store.batch * store.heads
         if why := refuses(r, *(q.d for q in qs), store.dtype, store.device, rows):
             raise ValueError(f"the kernel cannot serve this store: {why}")
-        rope = 0 if store.rope_table is None else store.rope_table.shape[1]
+        table = store.rope_table
+        rope = 0 if table is None else table.shape[1]
         sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
         plan = _shared_plan(tuple(qs), store.dtype, store.device, sizes)
         store.plans["append"] = plan
@@ -494,12 +495,14 @@ def encode_append(
     # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was
     # measured on
     config: tuple | None = None,
-    plan: _AppendPlan | None = None,  # the store's, where it is at hand
+    plan: _AppendPlan | None = None,  # the store's, of who has checked the states already
 ) -> Tensor:  # flags: key not finite, too large, value not finite, too large
     """Code k and v and write them into planes and scales, in one launch and without waiting for
     it; nothing else of the store changes. Raises ValueError/TypeError for what does not fit."""
-    plan, parts, n = plan or _plan(store), store.parts, k.shape[2]
-    check_states(store, k, v, ("k", "v"))
+    if plan is None:
+        plan = _plan(store)
+        check_states(store, k, v, ("k", "v"))
+    parts, n = store.parts, k.shape[2]
     truncated = [part.memory.truncated_tiles for part in parts]
     low, room = max(truncated) * store.tile, store.key.memory.tiles * store.tile
     if not low <= first <= first + n <= room:

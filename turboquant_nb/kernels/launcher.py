@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 READY = {}
 # numbers that it does not
 _FLOATS = "scaling", "cap_at", "k_step", "v_step", "factor", "kfactor", "vfactor"
-_dtype = operator.attrgetter("dtype")
+_type = operator.attrgetter("dtype", "is_cpu")  # Triton refuses tensors that no GPU can reach
 
 
 class Launcher:
@@ -79,7 +79,7 @@ class Launcher:
             self,
             tensors[0].device,
             self.constants(named),
-            tuple(map(_dtype, tensors)),
+            tuple(map(_type, tensors)),
             aligned,
             sizes,
             *options.items(),
