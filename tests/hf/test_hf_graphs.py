@@ -462,6 +462,9 @@ def test_a_crop_of_all_layers_is_few_launches(layers):
             launched.names
         )
         calls = host_calls(lambda: cache.crop(-1))
+        for wrong in (-1.0, 1):  # refused as by each layer, and nothing is forgotten
+            with pytest.raises((TypeError, ValueError)):
+                cache.crop(wrong)
     assert calls <= 60 + 35 * layers, calls
     assert {x.held for x in cache.layers} == {49}
 

@@ -76,7 +76,8 @@ def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
 
 def _crop_layers(self: TurboQuantCache, tokens_to_remove: int) -> None:
     "Forget the last tokens in all layers; see `TurboQuantLayer.crop`."
-    if tokens_to_remove >= 0 or not _crop_drafts(self, -tokens_to_remove):
+    some = type(tokens_to_remove) is int and tokens_to_remove < 0
+    if not (some and _crop_drafts(self, -tokens_to_remove)):
         super(TurboQuantCache, self).crop(tokens_to_remove)
 
 

@@ -370,6 +370,8 @@ class StepRunner:
         if step.tokens in self.due and (as_before or not step.drafting):
             self.due.remove(step.tokens)
             self.held.pop(step.tokens, None)
+            if not self.held:  # nothing that a later cache could have
+                self.forget()
         captured = self.held.get(step.tokens)
         if captured and self._fits(captured, step):
             if captured.proved:
