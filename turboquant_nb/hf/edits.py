@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/51b_edits.ipynb #773b789b
 import copy
+import operator
 
 from fastcore.basics import patch
 from torch import Tensor
@@ -76,8 +77,8 @@ def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
 
 def _crop_layers(self: TurboQuantCache, tokens_to_remove: int) -> None:
     "Forget the last tokens in all layers; see `TurboQuantLayer.crop`."
-    some = type(tokens_to_remove) is int and tokens_to_remove < 0
-    if not (some and _crop_drafts(self, -tokens_to_remove)):
+    tokens_to_remove = operator.index(tokens_to_remove)  # of drafts: a tensor on the device
+    if tokens_to_remove >= 0 or not _crop_drafts(self, -tokens_to_remove):
         super(TurboQuantCache, self).crop(tokens_to_remove)
 
 
