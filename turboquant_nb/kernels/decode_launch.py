@@ -20,7 +20,6 @@ from torch import Tensor
 from ..cache.attention import Call, Rule
 from .decode import _combine_kernel, _portable_kernel
 from .encode import packed_order
-from .launcher import Launch as Launch  # for the next chapters
 from .launcher import Launcher
 
 # %% ../../nbs/41b_decode_launch.ipynb #a5968428

@@ -17,7 +17,6 @@ from turboquant_nb.kernels.decode_launch import (
     NUMBER_SLOTS,
     DecodeOperands,
     DecodeSizes,
-    Launcher,
     Parts,
     SplitRule,
     combine,
@@ -27,6 +26,7 @@ from turboquant_nb.kernels.decode_launch import (
     selector_bits,
     shared_arguments,
 )
+from .launcher import Launcher
 from .encode import device_properties
 from .query import fast_pairs, rotated_queries, score_bias
 from ..quant.trellis import lane_order

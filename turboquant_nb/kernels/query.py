@@ -17,10 +17,9 @@ from turboquant_nb.kernels.decode_launch import (
     NUMBER_SLOTS,
     DecodeOperands,
     DecodeSizes,
-    Launch,
-    Launcher,
     padded_size,
 )
+from .launcher import Launch, Launcher
 
 # %% ../../nbs/42_query.ipynb #b629b1cf
 @triton.jit
