@@ -29,7 +29,16 @@ except ImportError:
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.kernels import decode, decode_launch, decode_mma, encode, launch, ops, query
+from turboquant_nb.kernels import (
+    decode,
+    decode_launch,
+    decode_mma,
+    encode,
+    launch,
+    launcher,
+    ops,
+    query,
+)
 from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.cache.packing import Layout, pack
@@ -362,7 +371,7 @@ def recorded(monkeypatch):
         assert len(args) == len(self.kernel.arg_names) and self.kind(named)
         run = lambda *args: launches.append((self.kernel, grid, args))
         run(*args)
-        return decode_launch.Launch({grid: run}, grid, args, self.places, slots)
+        return launcher.Launch({grid: run}, grid, args, self.places, slots)
 
     monkeypatch.setattr(decode_launch.Launcher, "__call__", note)
     hopper = encode.DeviceProperties(132, 232448, (9, 0))
