@@ -68,6 +68,22 @@ def reseal(path, header: dict, records: list) -> None:
         writer.close()
 
 
+def host_calls(step):
+    "Functions that Python calls in a step, its own and C's."
+    count = 0
+
+    def seen(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 class Calls(TorchDispatchMode):
     """Counts PyTorch's operations; not the questions by which `Tensor.numpy` asks, in such a
     mode alone, whether it may."""
@@ -80,6 +96,32 @@ class Calls(TorchDispatchMode):
             and func._overloadname != "dtype_layout"
         )
         return func(*args, **(kwargs or {}))
+
+
+class FoundOnce:
+    """A kernel that gives what it compiled, as Triton's compiler does and its interpreter does
+    not; how often it was searched for, and how often what was found was launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.searched, self.launched = kernel, 0, 0
+
+    def __getitem__(self, grid):
+        def search(*args, **options):
+            self.searched += 1
+            return self.kernel[grid](*args, **options) or self.Compiled(self)
+
+        return search
+
+    class Compiled:
+        def __init__(self, found):
+            self.found = found
+
+        def __getitem__(self, grid):
+            def launch(*args):
+                self.found.launched += 1
+                self.found.kernel[grid](*args)
+
+            return launch
 
 
 @contextmanager
@@ -542,6 +584,7 @@ def attended_store(
     scale_dtype="float16",
     table="sphere",
     decay=0,
+    base=10000.0,
 ):
     "A query, a store with T tokens, and the last m of them exact."
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -559,7 +602,7 @@ def attended_store(
         recent=win,
     )
     inv_freq = (
-        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
+        base ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
         if center == "pre_rope"
         else None
     )

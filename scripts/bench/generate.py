@@ -37,11 +37,14 @@ over that of the same cache at once, `of_best` over the shorter of both caches' 
 chunks by what kernels do. --drafts 1xT with --lookup N …: calls with prompt lookup of N tokens
 (0: one by one) on a model that counts, t, t+1, …, after a prompt that does too but for a jump
 in one of --jumps tokens: the drafts that meet no jump are right. Every mode must give the
-tokens that counting gives; `passes` are forward passes after the prompt, `a_pass` the tokens
-that each gave. --logits BxT: the logits of 32 steps on random ids after a prompt, of compiled
-parts against those of the model as it loads, each on a cache of its own: the `largest`
-difference of a logit and that of the `first` step, the logits' `deviation`, `alike`, the share
-of equal tokens, and the largest `margin` between the two best logits where they are not equal.
+tokens that counting gives; `passes` are forward passes after the prompt's, `a_pass` the tokens
+that each gave, `token_ms` the time from the tokens of the prompt's pass to the last, over those
+after them, `passes_ms` the time of each pass of that call; a mode that ends in `chosen` has
+parts of its passes compiled, as above. --logits BxT: the logits of 32 steps on random ids after
+a prompt, of compiled parts against those of the model as it loads, each on a cache of its own:
+the `largest` difference of a logit and that of the `first` step, the logits' `deviation`,
+`alike`, the share of equal tokens, and the largest `margin` between the two best logits where
+they are not equal.
 --filled BxT: caches filled by random states, from which calls go on, so without
 `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 --shared BxT: B sequences go on from one of T random states, by `copies` and by a
@@ -66,6 +69,7 @@ from bench.cases import CASES, DEVICE, Context
 from bench.timing import host_times, replayed, step_times
 from plan import Plan, earlier
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.generation import BaseStreamer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
@@ -503,24 +507,51 @@ def random_ids(model, batch, prompt, seed):
     return torch.randint(5, most, (batch, prompt), generator=gen).to(DEVICE)
 
 
-def call(model, ids, new, cache, **options):
-    "(milliseconds to the first token, of all tokens after it, the tokens) of one call."
-    clock = Clock()
-    torch.cuda.synchronize()
-    began = time.perf_counter()
+class Passes(BaseStreamer):
+    """Notes when the tokens of each pass are there, and how many they are. A `Clock` cannot:
+    prompt lookup asks processors what they forbid before the prompt is read."""
+
+    def __init__(self):
+        self.at, self.tokens = [], []
+
+    def put(self, value):
+        "The prompt, then the tokens of each pass, on the host."
+        self.at.append(time.perf_counter())
+        self.tokens.append(value.numel())
+
+    def end(self):
+        "Nothing is left."
+
+    @property
+    def passes(self):
+        "(milliseconds, tokens) of each pass after the prompt's."
+        return [
+            (1e3 * (b - a), n) for a, b, n in zip(self.at[1:], self.at[2:], self.tokens[2:])
+        ]
+
+
+def generated(model, ids, new, cache, **options):
+    "The new tokens of one call."
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
         max_new_tokens=new,
         do_sample=False,
-        logits_processor=[clock],
         pad_token_id=0,
         **options,
     )
     torch.cuda.synchronize()
-    ends = 1e3 * (clock.at - began), 1e3 * (time.perf_counter() - clock.at)
-    return *ends, out[:, ids.shape[1] :]
+    return out[:, ids.shape[1] :]
+
+
+def call(model, ids, new, cache, **options):
+    "(milliseconds to the first token, of all tokens after it, the tokens) of one call."
+    clock = Clock()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    out = generated(model, ids, new, cache, logits_processor=[clock], **options)
+    return 1e3 * (clock.at - began), 1e3 * (time.perf_counter() - clock.at), out
 
 
 def is_ours(cache):
@@ -764,39 +795,40 @@ def counted(n, length, jumps, seed):
     return by.cumsum(0)[None] % n
 
 
+DRAFTS = [("dynamic", "eager"), (OURS, "graphs"), (OURS, "graphs, chosen")]
+
+
 def drafts(a, model, shapes):
     "Rows of calls of generate() with prompt lookup and one by one, by both caches."
-    n, passes = counting(model), []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, given: passes.append(given["position_ids"]), with_kwargs=True
-    )
-    jobs = product(product(shapes, a.jumps), ("dynamic", OURS), a.lookup)
-    best = {}  # tokens/s of transformers' cache
-    for ((batch, prompt), often), cache, tokens in jobs:
+    n, best = counting(model), {}  # the latter: tokens/s of transformers' cache
+    ways = [x for x in DRAFTS if "/".join(x) not in a.skip]
+    for ((batch, prompt), often), (cache, way), k in product(
+        product(shapes, a.jumps), ways, a.lookup
+    ):
         use(model, cache)
-        options, took = {"prompt_lookup_num_tokens": tokens} if tokens else {}, []
-        for i in range(a.repeats + 1):
-            ids, used = counted(n, prompt, often, i).to(DEVICE), new_cache(model, cache)
-            passes.clear()
-            _, after, out = call(model, ids, a.new, used, **options)
-            later = prompt + a.new - int(passes[1][0, 0]) - 1  # tokens after the first pass
-            took.append(after / later)
-            want = (ids[0, -1] + 1 + torch.arange(a.new, device=DEVICE)) % n
-            if not torch.equal(out[0], want):
-                raise RuntimeError(
-                    f"{cache}, {tokens} drafts: not the tokens of a model that counts"
-                )
-        token, each = min(took[1:]), later / (len(passes) - 1)
-        mode = "prompt lookup" if tokens else "one by one"
-        row = dict(cache=cache, mode=mode, drafts=tokens, jumps=often, batch=batch)
-        row |= dict(prompt=prompt, new=a.new, n=a.repeats, unit="ms", token_ms=token)
-        row |= dict(tokens_ms=took[1:], passes=len(passes) - 1, a_pass=each)
-        row |= dict(pass_ms=token * each, tokens_s=1e3 / token)
+        options, took = {"prompt_lookup_num_tokens": k} if k else {}, []
+        with parts(model, cache, way):
+            for i in range(a.repeats + 1):  # the first compiles
+                ids, used = counted(n, prompt, often, i).to(DEVICE), new_cache(model, cache)
+                seen = Passes()
+                out = generated(model, ids, a.new, used, streamer=seen, **options)
+                want = (ids[0, -1] + 1 + torch.arange(a.new, device=DEVICE)) % n
+                if not torch.equal(out[0], want):
+                    raise RuntimeError(
+                        f"{cache}, {k} drafts: not the tokens of a model that counts"
+                    )
+                times, tokens = zip(*seen.passes)
+                took.append((sum(times) / sum(tokens), times, sum(tokens) / len(times)))
+        token, times, each = min(took[1:])
+        mode = "prompt lookup" if k else "one by one"
+        row = dict(cache=cache, mode=mode + ", chosen" * way.endswith("chosen"), drafts=k)
+        row |= dict(jumps=often, batch=batch, prompt=prompt, new=a.new, n=a.repeats, unit="ms")
+        row |= dict(token_ms=token, tokens_ms=[x for x, *_ in took[1:]], passes=len(times))
+        row |= dict(a_pass=each, pass_ms=token * each, passes_ms=times, tokens_s=1e3 / token)
         theirs = best.setdefault((batch, prompt, often), row["tokens_s"])
         if cache == "dynamic":
             best[batch, prompt, often] = theirs = max(theirs, row["tokens_s"])
         yield row | said(used, "served", "graphs") | {"speedup": row["tokens_s"] / theirs}
-    hook.remove()
 
 
 def logits_of(model, batch, prompt, mode, steps=32):
@@ -976,8 +1008,8 @@ def options(p):
         nargs="*",
         default=(),
         help=(
-            "with --wall: caches and modes left out, as in 'turboquant k3v3/eager', or of one "
-            "shape 'static/compiled@8x8192'"
+            "with --wall and --drafts: caches and modes left out, as in 'dynamic/eager'; with "
+            "--wall of one shape, too: 'static/compiled@8x8192'"
         ),
     )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from turboquant_nb import results
-from turboquant_nb.kernels import decode_launch, decode_mma, launch
+from turboquant_nb.kernels import decode_mma, launch, launcher
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
@@ -37,9 +37,9 @@ FORMS = [
     for rows in (4, 8)
     for bits in (2, 3, 4)
     for mean in ("", "biased", "fused")
-    if d < 256 or mean != "fused"
+    if d < 256 or mean != "fused" or rows == 4
 ]
-PROGRAMS, LIMITS = (4, 5, 6, 8, 12), (None, 168, 128)
+PROGRAMS, LIMITS = (4, 5, 6, 7, 8, 12), (None, 200, 168, 128)
 CASES = [(8, 8, 32768), (1, 8, 65536)]  # batch, KV heads, tokens; tokens are halved at d = 256
 CONFIGS = Path(__file__).resolve().parents[2] / "turboquant_nb" / "configs" / "decode.json"
 
@@ -51,8 +51,8 @@ def name_of(form) -> str:
 
 def use(programs, limit, mean):
     "From now on calls are compiled and split like this."
-    decode_mma.MeanRule.fuses = lambda self, coded: mean == "fused"
-    decode_launch.READY.clear()
+    decode_mma.sums_inside = lambda *_: mean == "fused"
+    launcher.READY.clear()
     decode_mma.packaged_config = lambda *_: (programs, {"maxnreg": limit} if limit else {})
 
 

@@ -403,6 +403,58 @@ def test_the_dense_model_can_fail():
             check(store, other)
 
 
+@pytest.mark.parametrize("room", [dict(), dict(max_length=700), dict(tokens=300)])
+def test_memory_that_was_somebodys_holds_nothing(room, monkeypatch):
+    """A store in memory that others have filled holds what one in fresh memory does, before an
+    append, after it, when it has grown and when tiles went: whatever is made is cleared.
+    Kills: a kind of tensor that `clear` is not given."""
+    recipes = (
+        Recipe(Spec(3, center="prompt_mean"), Spec(4, center="prompt_mean")),
+        Recipe(Spec(3, pair_scale="prompt"), Spec(2, residual="qjl"), sinks=3, recent=5),
+    )
+
+    def held(recipe):
+        store = make(recipe, tile=64, **room)
+        out = [snapshot(store)]
+        for n in (5, 70, 200):
+            store.append(*states(store, n))
+            out.append(snapshot(store))
+        store.evict(130)
+        return [*out, snapshot(store)]
+
+    def filled(make):
+        return lambda *args, **how: (
+            make(*args, **how)
+            .view(torch.uint8)
+            .fill_(90)
+            .view(how.get("dtype") or args[0].dtype)
+        )
+
+    want = [held(recipe) for recipe in recipes]
+    monkeypatch.setattr(torch, "empty", filled(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+    for recipe, old in zip(recipes, want):
+        for a, b in zip(held(recipe), old):
+            assert_same_snapshot(a, b)
+
+
+@pytest.mark.parametrize("changes", range(4))
+def test_a_copy_knows_where_its_rows_begin(changes):
+    """The host knows starts as long as their tensor has not changed; a copy's counts its
+    changes anew, so that one change of it could look like those that the host has seen."""
+    store = make(Recipe(), 2)
+    for i in range(changes):
+        store.set_range(start=torch.tensor([i + 1, 0]))
+        assert store.ranges.starts == (i + 1, 0)
+    for again in (copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))):
+        held = again(store.ranges)
+        assert held.starts == store.ranges.starts
+        for i in range(3):
+            held.start.copy_(torch.tensor([5 + i, 1]))
+            assert held.starts == (5 + i, 1)
+        store.start.copy_(torch.tensor([changes, 0]))  # which `copy.copy` shares
+
+
 # --- a pre-RoPE mean
 # ----------------------------------------------------------------------------
 
@@ -942,6 +994,7 @@ def test_tables_hold_every_tensor_of_a_quantizer():
     "kwargs, error, name",
     [
         (dict(batch=0), ValueError, "batch"),
+        (dict(tokens=-1), ValueError, "tokens must be an integer of at least 0, got -1"),
         (dict(heads=0), ValueError, "heads"),
         (dict(max_length=0), ValueError, "max_length"),
         (dict(dtype=torch.int8), TypeError, "dtype"),

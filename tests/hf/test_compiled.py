@@ -23,7 +23,13 @@ from transformers import (
 )
 
 from turboquant_nb import TurboQuantCache
-from turboquant_nb.hf.compiled import CompiledSteps, StepChoice, compile_steps
+from turboquant_nb.hf.compiled import (
+    CompiledSteps,
+    StepChoice,
+    StepLayer,
+    StepPart,
+    compile_steps,
+)
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.hf.runner import StepRunner
 
@@ -210,7 +216,7 @@ def test_a_long_answer_is_compiled_on_the_way(chooses):
     got, report = generated(model, 24)
     choice = StepChoice.of(model)
     assert torch.equal(got, want) and report["captured"] == 2 and not report["why_not"]
-    assert choice.due(2) == 3 and choice.rows == {2} and not choice.steps.refused
+    assert choice.due(2) == 3 and choice.sizes == {(2, 1)} and not choice.steps.refused
     assert (
         "are compiled, for batches of 2" in report["compiled"]
         and report["compiled"] in (report["line"])
@@ -221,11 +227,45 @@ def test_a_long_answer_is_compiled_on_the_way(chooses):
     assert seen == before + 4
     assert torch.equal(generated(model, 24)[0], want)  # from the first step on
     short, report = generated(model, 3, rows=1)  # another batch size has not lost enough yet
-    assert torch.equal(short, eagerly(model, 3, rows=1)) and choice.rows == {2}
+    assert torch.equal(short, eagerly(model, 3, rows=1)) and choice.sizes == {(2, 1)}
     assert graphs["unique_graphs"] == seen
     other = copy.deepcopy(model)
     assert StepChoice.of(other) is not choice and not StepChoice.of(other).replayed
     assert torch.equal(generated(other, 24)[0], want)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
+def test_passes_with_drafts_are_compiled_for_each_number_of_tokens(
+    chooses, monkeypatch, backend
+):
+    """After as many passes as pay for the compiler, in one call; other numbers of tokens run as
+    they are, and their graphs stay. Kills: parts that stand for one token only."""
+    monkeypatch.setattr(StepChoice, "options", dict(backend=backend))
+    model, seen = made("llama"), []
+    text = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(0))
+    run = StepPart.run
+    ran = lambda self, x, *args, **kwargs: seen.append(x.shape) or run(self, x, *args, **kwargs)
+    monkeypatch.setattr(StepPart, "run", ran)
+    monkeypatch.setattr(StepLayer, "run", ran)
+    said = []
+    for graphs in (False, Tape):
+        cache, at = TurboQuantCache(model, "k3v3", max_length=200, graphs=graphs), 40
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(text[:, :at], past_key_values=cache)
+            logits = []
+            for n in (*[4] * 5, *[1] * 7, 4, 4, 1, 4, 3, 4):
+                logits.append(model(text[:, at : at + n], past_key_values=cache).logits)
+                cache.crop(-(n // 2))
+                at += n - n // 2
+        said.append(torch.cat(logits, 1))
+    assert (said[1] - said[0]).abs().max() < 1e-4 * said[0].abs().max()
+    report, choice = cache.report()["graphs"], StepChoice.of(model)
+    assert choice.sizes == {(1, 1), (1, 4)} and not choice.steps.refused
+    assert "compiled, for batches of 1, 1 x 4 tokens" in report["compiled"]
+    assert report["captured"] == 4 and not report["why_not"], report
+    assert {x[2 if len(x) == 4 else 1] for x in seen} == {1, 4}
+    assert not any("forward" in vars(x) for x in model.model.modules())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -280,11 +320,18 @@ def test_parts_stand_in_the_model_while_somebody_needs_them():
     steps = CompiledSteps(model, backend="eager")
     stands = lambda: "forward" in vars(model.model.norm)
     assert not stands()
+    taken = lambda: [n for n in range(1, 9) if steps.takes(n)]
     with steps.standing():
-        with steps.standing():
-            assert stands()
-        assert stands()
+        with steps.standing(5):
+            assert stands() and taken() == [1, 5]
+            with steps.standing(5):
+                pass
+            assert taken() == [1, 5]
+        assert stands() and taken() == [1]
     assert not stands()
+    with steps.standing(3):
+        assert stands() and taken() == [3]
+    assert steps.put() and taken() == [1]  # as `compile_steps` leaves it
 
 
 class Packed(nn.Linear):
@@ -338,7 +385,7 @@ def test_a_model_that_somebody_has_changed_is_left_alone(change, chooses):
     want = eagerly(model)
     got, report = generated(model)
     assert torch.equal(got, want) and LEFT[change] in report["compiled"], report["compiled"]
-    assert StepChoice.of(model).steps is None and not StepChoice.of(model).rows
+    assert StepChoice.of(model).steps is None and not StepChoice.of(model).sizes
 
 
 def test_a_hook_that_comes_later_ends_it(chooses, monkeypatch):

@@ -7,17 +7,28 @@ import copy
 import functools
 import gc
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import FAMILIES, HYBRID, SLIDING, covering_pairs, generate, prompt, tiny
+from tests.helpers import (
+    FAMILIES,
+    HYBRID,
+    SLIDING,
+    covering_pairs,
+    generate,
+    host_calls,
+    prompt,
+    tiny,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb.cache.clock import DeviceClock
+from turboquant_nb.hf import TurboQuantCache, edits
 from turboquant_nb.hf.graphs import Tape
-from turboquant_nb.hf.runner import StepRunner
+from turboquant_nb.hf.runner import StepRunner, _settings
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
@@ -364,6 +375,159 @@ def test_passes_with_drafts_are_replayed(recipe, static):
             )  # a code may flip; a token that is another's is five times as far
 
 
+CROPS = {  # (tokens of a pass, tokens taken back after it)
+    "within the last chunk": ((20, 0), (4, 3), (4, 1), (4, 4), (4, 2), (2, 1), (4, 0), (4, 3)),
+    "twice": ((20, 0), (9, 2), (0, 3), (0, 4), (4, 1), (4, 3), (0, 1), (4, 2)),
+    "below the chunk, to the sinks": ((20, 0), (4, 2), (0, 5), (4, 1), (4, 3), (0, 14), (4, 2)),
+    "to nothing": ((4, 1), (4, 3), (0, 4), (20, 1), (4, 2), (0, 21), (4, 1)),
+    "into another tile": ((254, 0), (4, 1), (4, 3), (4, 2), (4, 4), (4, 3), (1, 0), (4, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "steps, how", covering_pairs([*CROPS], ["eager", "graphs", "limited", "static", "sliding"])
+)
+def test_all_layers_are_cropped_together_as_one_by_one(steps, how, monkeypatch):
+    """What is held, what the device counts, and the tail are those of a crop of each layer; so
+    are the logits of what comes then. Kills: a slot of the ring that stays a rejected draft's,
+    a count that the device does not get."""
+    model = tiny("mistral" if how == "sliding" else "llama", num_hidden_layers=3)
+    model.set_attn_implementation("turboquant")
+    text = prompt(1, 300, padded=False)["input_ids"]
+    together, found = edits._crop_together, []
+    notes = lambda *args: found.append(together(*args)) or found[-1]
+    monkeypatch.setattr(edits, "_crop_together", notes)
+    recipe = Recipe(Spec(3), Spec(3), recent=6, sinks=3)
+    more = {} if how in ("eager", "sliding", "graphs") else dict(max_length=300)
+    more |= dict(static=how == "static", graphs=Tape if how in ("graphs", "limited") else False)
+    caches, at = [TurboQuantCache(model, recipe, **more) for _ in "ab"], 0
+    for cache in caches:
+        cache.activate_past_recording()
+    for n, back in CROPS[steps]:
+        logits = []
+        for cache in caches:
+            with torch.no_grad():
+                ids = text[:, at : at + n]
+                logits.append(model(ids, past_key_values=cache).logits if n else None)
+        assert not n or torch.equal(*logits)
+        caches[0].crop(-back)
+        for layer in caches[1].layers:
+            layer.crop(-back)
+        at += n - back
+        for a, b in zip(*(c.coded_layers for c in caches)):
+            assert a.held == b.held == at == int(a.store.clock.now(a.store))
+            assert (a.tail is None) == (b.tail is None)
+            if a.store is None:
+                continue
+            assert a.store._recent_from == b.store._recent_from
+            if a.tail is not None:
+                assert a.tail[:2] == b.tail[:2] and all(
+                    map(torch.equal, a.tail[2:], b.tail[2:])
+                )
+            for x, y in zip(a.store.read(), b.store.read()):
+                assert torch.equal(x, y)
+            if a.store.clock.fixed:
+                assert int(a.store.clock.position) == int(b.store.clock.position) == at
+    some = any(x is not None for x in found)
+    assert some if how != "sliding" else not found
+
+
+class Launches(TorchDispatchMode):
+    "Names of what is computed or copied."
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_crop_of_all_layers_is_few_launches(layers):
+    """Where a graph counts on the device: the recent tokens that rejected drafts took from the
+    ring, and the counts. The host calls few functions for a layer, and waits for nothing."""
+    model, text = tiny("llama", num_hidden_layers=layers), prompt(1, 60, padded=False)
+    model.set_attn_implementation("turboquant")
+    cache, ids = TurboQuantCache(model, "k3v3", graphs=Tape), text["input_ids"]
+    cache.activate_past_recording()
+    with torch.no_grad():
+        for a, z in ((0, 40), (40, 44), (44, 48), (48, 52)):
+            model(ids[:, a:z], past_key_values=cache)
+        assert cache.runner.replayed == 1
+        with NoReads(), Launches() as launched:
+            cache.crop(-2)
+        assert launched.names == ["_foreach_copy_", "full_like", "_foreach_copy_"], (
+            launched.names
+        )
+        one = torch.tensor(-1)  # as transformers brings it
+        calls = host_calls(lambda: cache.crop(one))
+        assert all(type(x.store.length) is int for x in cache.layers)
+        for wrong in (-1.0, 1):  # refused as by each layer, and nothing is forgotten
+            with pytest.raises((TypeError, ValueError)):
+                cache.crop(wrong)
+    assert calls <= 60 + 35 * layers, calls
+    assert {x.held for x in cache.layers} == {49}
+
+
+class Still(Tape):
+    "A graph whose replay computes nothing: what is left is the host's part."
+
+    def replay(self):
+        pass
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_a_replayed_pass_costs_the_host(n, monkeypatch):
+    "Function calls from the model's call on: 217 once and 8 for a layer; nothing is awaited."
+    monkeypatch.setattr(StepRunner, "_compared", lambda self, *args: self._replay(*args[-2:]))
+    counts = []
+    for layers in (2, 6):
+        model, text = tiny("llama", num_hidden_layers=layers), prompt(1, 60, padded=False)
+        model.set_attn_implementation("turboquant")
+        cache, ids = TurboQuantCache(model, "k3v3", graphs=Still), text["input_ids"]
+        cache.activate_past_recording()
+        mask, at = torch.ones(1, 60, dtype=torch.long), 30
+        with torch.no_grad():
+            model(ids[:, :at], attention_mask=mask[:, :at], past_key_values=cache)
+            for i in range(5):
+                step = dict(input_ids=ids[:, at : at + n], attention_mask=mask[:, : at + n])
+                step |= dict(past_key_values=cache, logits_to_keep=n, use_cache=True)
+                replay = lambda step=step: model(**step)
+                with NoReads() if i == 3 else nullcontext():
+                    calls = host_calls(replay) if i == 4 else replay()
+                at += n
+        assert cache.runner.replayed == 3 and cache.get_seq_length() == at
+        counts.append(calls)
+    assert counts[1] - counts[0] <= 4 * 8 and counts[0] <= 260, counts
+
+
+def test_slots_of_the_ring_are_computed_once_for_all_layers(monkeypatch):
+    """In a captured pass with drafts, for each number of recent tokens; and each capture asks
+    anew where the device stands."""
+    ring, asked = DeviceClock.ring, []
+    notes = lambda self, store: asked.append(self.by_device) or ring(self, store)
+    monkeypatch.setattr(DeviceClock, "ring", notes)
+    model = tiny("llama", num_hidden_layers=4)
+    model.set_attn_implementation("turboquant")
+    recipes = [Recipe(Spec(3), Spec(3), recent=n) for n in (7, 5, 7, 5)]
+    text, said = prompt(1, 90, padded=False)["input_ids"], []
+    for graphs in (False, Tape):
+        cache, at = TurboQuantCache(model, recipes, max_length=100, graphs=graphs), 40
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(text[:, :at], past_key_values=cache)
+            out = []
+            for n in (4, 4, 4, 4, 5, 5, 5, 4, 5):
+                out.append(model(text[:, at : at + n], past_key_values=cache).logits)
+                cache.crop(-2)
+                at += n - 2
+        said.append(torch.cat(out, 1))
+    assert sum(asked) == 2 * 2 and cache.runner.captured == 2, asked
+    assert (said[0] - said[1]).abs().max() < 1e-4 * said[0].abs().max()
+
+
 def test_passes_of_changing_lengths_are_not_captured():
     """An assistant that drafts now 2, now 3 tokens would pay for graphs that are hardly
     replayed: a number of tokens is captured when it comes twice in a row."""
@@ -510,6 +674,41 @@ def test_a_step_is_captured_while_the_prompt_is_read(static, padded, monkeypatch
             x.reset()
 
 
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_pass_with_drafts_is_captured_while_the_prompt_is_read(static, wrong, monkeypatch):
+    """With as many drafts as the prompt had: the first pass behind it is captured, and of a
+    kind that was compared before it is captured in the prompt. Drafts behind the prompt that
+    are taken back leave the graph as it is."""
+    model, text = copy.deepcopy(deep()), prompt(1, 60, padded=False)["input_ids"]
+    model.set_attn_implementation("turboquant")
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    said, more = {}, dict(max_length=100, static=True) if static else {}
+    for name, graphs in (("eager", False), ("first", Tape), ("second", Tape)):
+        cache = TurboQuantCache(model, "k3v3", graphs=graphs, **more)
+        said[name], at, counts = [], 0, []
+        cache.activate_past_recording()
+        with torch.no_grad():
+            for n in (20, 4, 4, 3, 4):
+                step = dict(past_key_values=cache, logits_to_keep=min(n, 4))
+                said[name].append(model(text[:, at : at + n], **step).logits)
+                counts.append((cache.runner.captured, cache.runner.replayed))
+                cache.crop(-wrong)
+                at += n - wrong
+        assert cache.get_seq_length() == at and not cache.runner.why
+        assert (
+            counts
+            == dict(
+                eager=[(0, 0)] * 5,
+                first=[(0, 0), (1, 0), (1, 1), (1, 1), (1, 2)],
+                second=[(1, 0), (1, 1), (1, 2), (1, 2), (1, 3)],
+            )[name]
+        )
+    for name in ("first", "second"):
+        for a, b in zip(said[name], said["eager"]):
+            assert (a - b).norm() < 1e-4 * b.norm()
+
+
 def test_no_step_is_captured_early_where_that_would_take_longer(monkeypatch):
     model = tiny("llama")
     same_tokens(model, prompt(2, 20), pair(model), max_new_tokens=6)
@@ -549,3 +748,77 @@ def test_what_a_device_needs_is_counted_by_layers(layers, done, took, needs):
     assert cache.runner._device_needs(took) == needs
     cache._unseen.pop()
     assert cache.runner._device_needs(took) == 0  # another way of coding: not known
+
+
+@torch.no_grad()
+def test_what_a_graph_has_of_a_model_is_looked_at_in_each_call():
+    """Each of these changes between two calls is seen, and taken back it is what it was; new
+    values of weights are not. Sixteen functions are called for a module at most (129 when
+    parameters, buffers and modules were walked through one by one and attributes spelt out)."""
+    model = copy.deepcopy(tiny("llama", num_hidden_layers=2))
+    mlp, before = model.model.layers[1].mlp, _settings(model)
+
+    def attribute(name, value, of=mlp):
+        old = vars(of).get(name, of)
+        setattr(of, name, value)
+        return lambda: delattr(of, name) if old is of else setattr(of, name, old)
+
+    def hooked(register):
+        return register(lambda *args: None).remove
+
+    def module(name, new, of=mlp):
+        old = of._modules.get(name)
+        of._modules[name] = new
+        return lambda: of._modules.pop(name) if old is None else of._modules.update({name: old})
+
+    def tensor(held, name, new):
+        old = held[name]
+        held[name] = new
+        return lambda: held.update({name: old})
+
+    def precision(name):
+        old = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(name)
+        return lambda: torch.set_float32_matmul_precision(old)
+
+    def autocast(kind):
+        context = torch.autocast("cpu", kind)
+        context.__enter__()
+        return lambda: context.__exit__(None, None, None)
+
+    weights, rope = mlp.up_proj._parameters, model.model.rotary_emb._buffers
+    changes = [
+        lambda: attribute("active", "one"),
+        lambda: attribute("active", ["one", ("two", 2)]),
+        lambda: attribute("active", True),
+        lambda: attribute("active", 1),
+        lambda: attribute("active", 1.0),
+        lambda: attribute("training", True, model.model.norm),
+        lambda: attribute("forward", mlp.up_proj.forward),
+        lambda: hooked(mlp.register_forward_hook),
+        lambda: hooked(mlp.register_forward_pre_hook),
+        lambda: module("adapter", torch.nn.Linear(2, 2, bias=False)),
+        lambda: module("act_fn", torch.nn.GELU()),
+        lambda: tensor(weights, "weight", torch.nn.Parameter(weights["weight"].clone())),
+        lambda: tensor(weights, "weight", torch.nn.Parameter(weights["weight"].half())),
+        lambda: tensor(rope, "inv_freq", rope["inv_freq"].clone()),
+        lambda: precision("medium"),
+        lambda: autocast(torch.bfloat16),
+        lambda: autocast(torch.float16),
+    ]
+    seen = [before]
+    for change in changes:
+        back = change()
+        seen.append(_settings(model))
+        back()
+        assert _settings(model) == before
+    assert [seen.index(x) for x in seen] == [*range(len(seen))]
+    lists = attribute("active", ["one"]), _settings(model)
+    mlp.active.append("two")
+    assert _settings(model) != lists[1]
+    lists[0]()
+    weights["weight"].add_(1)
+    assert _settings(model) == before
+    model.model.loop = model.model.layers  # a module in two places
+    assert isinstance(_settings(model), int)
+    assert host_calls(lambda: _settings(model)) <= 16 * len([*model.modules()])

@@ -2,7 +2,7 @@
 where there is no GPU), and reasons where they do not."""
 
 import copy
-import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.helpers import (
     covering_pairs,
     exact_recipe,
     generate,
+    host_calls,
     prompt,
     tiny,
 )
@@ -526,11 +527,16 @@ def test_what_a_kernel_took_is_told_later(bad, n):
 
 
 @pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("bad", [float("nan"), 1e30])
-def test_a_prompt_is_looked_at_once_and_refused_whole(static, bad):
-    """Of a first chunk no layer waits: one look at the flags of all when the pass ends. States
-    that no kernel can code leave the cache empty, and the next prompt finds it as if new."""
+def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monkeypatch):
+    """Of a first chunk no layer waits, with drafts behind it or without: one look at the flags
+    of all when the pass ends. States that no kernel can code leave the cache empty, and the
+    next prompt finds it as if new."""
+    from turboquant_nb.kernels import append
+
+    monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
     model.to("cuda" if CUDA else "cpu")
     ids = prompt(1, 70, padded=False)["input_ids"].to(model.device)
@@ -538,15 +544,22 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(static, bad):
     model.set_attn_implementation("turboquant")
     more = dict(max_length=128, static=True, graphs=False) if static else {}
     cache, twin = (TurboQuantCache(model, "k4v4", backend="triton", **more) for _ in range(2))
+
+    def read(cache):
+        if drafts:
+            cache.activate_past_recording()
+        with torch.no_grad():
+            return model(ids, past_key_values=cache, logits_to_keep=1 + drafts).logits
+
     with torch.no_grad():
-        want, good = model(ids, past_key_values=twin).logits, weight[0, 0].clone()
+        want, good = read(twin), weight[0, 0].clone()
         assert not twin._unseen
         weight[0, 0] = bad
         with pytest.raises(ValueError, match="layer 1: keys .*; the cache is empty again"):
-            model(ids, past_key_values=cache)
+            read(cache)
         weight[0, 0] = good
         assert cache.get_seq_length() == 0
-        assert torch.equal(model(ids, past_key_values=cache).logits, want)
+        assert torch.equal(read(cache), want)
         cache.check()
         for a, b in zip(cache.layers, twin.layers):
             for x, y in zip(a.store.read(), b.store.read()):
@@ -618,20 +631,62 @@ def silent(monkeypatch):
     return made
 
 
-def host_calls(step):
-    "Functions that Python calls in a step, its own and C's."
-    count = 0
+class Named(TorchDispatchMode):
+    "Counts PyTorch's operations by name."
 
-    def seen(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
+    def __init__(self):
+        super().__init__()
+        self.n = Counter()
 
-    sys.setprofile(seen)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return count
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Found(Silent):
+    "A kernel that is searched for, and does nothing."
+
+    def __getitem__(self, grid):
+        searched = f"search {self.name}"
+        return lambda *args, **options: (
+            self.made.append(searched) or Silent(self.made, self.name)
+        )
+
+
+@pytest.mark.skipif(
+    CUDA or not ops.launch.is_interpreted(),
+    reason="Triton's interpreter, where there is no GPU",
+)
+@pytest.mark.parametrize("tokens, launches", [(512, 1), (700, 2)])
+def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
+    """In the second layer Triton searches for nothing. Coding takes 490 function calls (642
+    when each layer made its tensors one by one), and PyTorch fills memory twice: all that is
+    new together, and the flags (13 times)."""
+    from turboquant_nb.kernels import encode_launch, launcher, mean
+
+    made, monkey = [], monkeypatch.setattr
+    monkey(launcher, "READY", {})
+    for of in (mean._sums_launcher, mean._mean_launcher, encode_launch._long_launcher):
+        monkey(of, "kernel", Found(made, of.kernel.__name__))
+    model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=3), max_position_embeddings=1100)
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k3v3", backend="triton", graphs=False)
+    k = torch.randn(1, model.config.num_key_value_heads, tokens, 64)
+    with torch.no_grad():
+        assert cache.take()
+        cache.update(k, k, 0)
+        assert [x for x in made if x.startswith("search")][:3] == made[:3]
+        made.clear()
+        calls = host_calls(lambda: cache.update(k, k, 1))
+        names = ["_sums_kernel", "_mean_kernel", *["_encode_kernel"] * launches]
+        assert made == names, made
+        with Named() as operations:
+            cache.update(k, k, 2)
+    fills = sum(
+        operations.n[name] for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
+    )
+    assert calls <= 490 and fills <= 2, (calls, operations.n)
+    assert all(x.store.length == tokens and x.coded["kernel"] for x in cache.layers)
 
 
 @pytest.mark.skipif(

@@ -17,7 +17,7 @@ from turboquant_nb.cache.pages import (
     store_recent,
 )
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.kernels import cells
+from turboquant_nb.kernels import cells, launcher, past, recent
 from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.past import past_cells
@@ -29,7 +29,7 @@ from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import RecentBlocks, ahead_of_time, covering_pairs, random_history
+from tests.helpers import FoundOnce, RecentBlocks, ahead_of_time, covering_pairs, random_history
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -597,6 +597,35 @@ def test_windows_of_a_past(key, value, d, n, gen):
         want = side.decode_rotated(coded).transpose(0, 1)
         torch.testing.assert_close(got[: 2 * n - 7], want, rtol=1e-6, atol=1e-7)
         assert got[2 * n - 7 :].isnan().all()
+
+
+@pytest.mark.skipif(
+    CUDA or triton.language is None, reason="Triton's interpreter, where there is no GPU"
+)
+def test_kernels_are_searched_for_once(monkeypatch):
+    """Appends, copies of recent tokens, their origins and a past, as the tests above check
+    them, and once more: Triton searches for no kernel again, and what it found is right."""
+    monkeypatch.setattr(launcher, "READY", {})
+    kernels = []
+    for of in (
+        cells._append_launcher,
+        recent._recent_launcher,
+        recent._sinks_launcher,
+        past._past_launcher,
+    ):
+        kernels.append(FoundOnce(of.kernel))
+        monkeypatch.setattr(of, "kernel", kernels[-1])
+    for again in (False, True):
+        before = [(kernel.searched, kernel.launched) for kernel in kernels]
+        gen = torch.Generator().manual_seed(0)
+        test_append(16, 3, 3, 32, gen)
+        test_recent_states_are_copied_to_their_slots(gen)
+        test_first_tokens_travel(2, 5, 1, 9, gen)
+        test_windows_of_a_past(*WINDOWS[0], gen)
+    assert again and all(
+        kernel.searched == searched > 0 and kernel.launched > launched
+        for kernel, (searched, launched) in zip(kernels, before)
+    ), [(kernel.searched, kernel.launched) for kernel in kernels]
 
 
 def test_windows_that_no_kernel_reads():

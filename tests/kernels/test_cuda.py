@@ -295,6 +295,38 @@ def test_drafts_run_on_kernels():
                 served_by_kernels(cache)
 
 
+def test_passes_with_drafts_are_captured_early():
+    """Of a long prompt whose drafts are right for a while: tokens, recent tokens and lengths
+    are those of eager passes, whether the first pass is captured behind the prompt, while it is
+    read, or comes from an earlier cache."""
+    from turboquant_nb.hf import TurboQuantCache
+    from turboquant_nb.hf.kept import release
+
+    model = llama(torch.bfloat16, layers=12)
+    ids = prompts(1, 250, padded=False)["input_ids"].repeat(1, 16)
+    for again, limit in enumerate((None, None, 5000, 5000)):
+        if again % 2:
+            release(model)
+        caches = [
+            TurboQuantCache(model, "k3v3", max_length=limit, graphs=graphs)
+            for graphs in (False, True)
+        ]
+        more = dict(max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=5)
+        outs = [model.generate(ids, past_key_values=c, **more) for c in caches]
+        assert torch.equal(*outs)
+        graphs = caches[1].report()["graphs"]
+        print(again, graphs["line"], dict(caches[1].report()["served"]), flush=True)
+        assert graphs["replayed"] > 0 and not graphs["why_not"], graphs
+        for a, b in zip(*(c.layers for c in caches)):
+            assert a.held == b.held
+            for x, y in zip(a.store.exact("key"), b.store.exact("key")):
+                assert torch.equal(x, y)
+        for c in caches:
+            served_by_kernels(c)
+            c.check()
+        del a, b, c, caches
+
+
 def test_logits_of_kernels_are_those_of_pytorch():
     """Teacher-forced: prompt, drafts of 5, single tokens, a long chunk, single tokens again;
     fp32 and bf16, with and without a sliding window."""
@@ -604,16 +636,15 @@ def test_products_beside_each_other():
     assert all(torch.equal(logits["one", b], logits["two", b]) for b in (1, 3))
 
 
-def test_a_graph_for_the_next_cache(monkeypatch):
+def test_a_graph_for_the_next_cache():
     """Of prompts that have room where an earlier cache's codes lay, with padding and in a
     second turn: nothing is captured, tokens are those of eager steps; and of stores that
     somebody holds nothing is overwritten."""
     import gc
 
-    from turboquant_nb.hf import TurboQuantCache, kept
+    from turboquant_nb.hf import TurboQuantCache
     from turboquant_nb.hf.kept import _KEPT, release
 
-    monkeypatch.setattr(kept, "MOST", 256 * 2**20)  # 0: off
     model = llama(torch.bfloat16, layers=4)
 
     def run(tokens, graphs=True, padded=False, **options):

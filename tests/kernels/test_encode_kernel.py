@@ -17,7 +17,8 @@ from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.append import angles, append_by_host, first_mean
 from turboquant_nb.cache.store import row_tensors, tables_of
 from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import encode, encode_launch, encode_short
+from turboquant_nb.kernels import encode, encode_launch, encode_short, launcher
+from turboquant_nb.kernels.launcher import Launcher
 from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.cache.packing import pack, unpack
@@ -467,7 +468,15 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
     agree(store, plain, parts)
 
 
-def test_direct_launches_pass_what_triton_passes(monkeypatch):
+class ApartLauncher:
+    "Triton's launcher of NVIDIA kernels up to 3.6: arguments follow one by one."
+
+    def __call__(self, x, y, z, stream, function, *args):
+        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, *args)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_direct_launches_pass_what_triton_passes(apart, monkeypatch):
     """Triton's own launcher of NVIDIA kernels, without a GPU: its C function gets the same
     arguments from both; where kernels need scratch memory Triton's launcher is kept."""
     from triton.backends.nvidia.driver import CudaLauncher
@@ -476,7 +485,8 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
         [],
         {f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")},
     )
-    run = object.__new__(CudaLauncher)
+    run = object.__new__(ApartLauncher if apart else CudaLauncher)
+    of = lambda call: call[-1] if isinstance(call[-1], tuple) else call[-5:]  # its arguments
     run.__dict__.update(
         settings,
         num_ctas=1,
@@ -506,7 +516,7 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     compiled, grid = Compiled(), (5, 2, 1)
     compiled.run = run
-    direct = encode_launch.direct_launcher(compiled, grid)
+    direct = launcher.direct_launcher(compiled, grid)
     assert not calls
     direct(1, 2.5, "x")
     compiled[grid](1, 2.5, "x")
@@ -515,8 +525,29 @@ def test_direct_launches_pass_what_triton_passes(monkeypatch):
         and 123 in calls[0]
         and direct.__qualname__.startswith("direct_launcher")
     )
+    # by name: the first time Triton's search, later the C function with addresses for tensors
+    monkeypatch.setattr(launcher, "READY", {})
+
+    class Kernel:
+        fn = staticmethod(lambda X, OUT, step, n, N: None)
+        fn.__func__.__annotations__["N"] = "constexpr"
+
+        def __getitem__(self, grid):
+            return lambda *args, **options: (compiled[grid](*args), compiled)[1]
+
+    named = dict(X=torch.zeros(8), OUT=torch.ones(8), step=2, n=5, N=16)
+    by_name = Launcher(Kernel())
+    calls.clear()
+    for n, size in ((5, 5), (9, 7)):
+        by_name(size, named | dict(n=n), {}, num_warps=1)
+    compiled[7, 1, 1](named["X"].data_ptr(), named["OUT"].data_ptr(), 2, 9, 16)
+    assert len(calls) == 3 and of(calls[0])[0] is named["X"] and calls[1] == calls[2]
+    elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
+    for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
+        by_name(7, named | new, {}, num_warps=warps)
+        assert of(calls[-1])[0] is named["X"]
     run.global_scratch_size = 8
-    assert not encode_launch.direct_launcher(compiled, grid).__qualname__.startswith(
+    assert not launcher.direct_launcher(compiled, grid).__qualname__.startswith(
         "direct_launcher"
     )
 

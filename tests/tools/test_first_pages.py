@@ -338,6 +338,7 @@ def speed():
     drafts = {
         (r["cache"], r["jumps"], r["drafts"]): r["token_ms"]
         for r in rows("generate/drafts-h200")
+        if not r["mode"].endswith("chosen")
     }
     gains = [
         drafts[name, jumps, 0] / ms

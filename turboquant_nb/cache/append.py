@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .clock import check_states
 from .exact import _plain
-from .memory import Part
+from .memory import Part, resized
 from ..quant.quantizer import encode
 from ..theory.centre import BLOCK, block_sums, rows_at, sum_blocks
 from ..theory.transforms import pair_scales
@@ -82,7 +82,7 @@ def make_room(store, n: int) -> None:
     need = -(-(store.length - store.offset + n) // store.tile)
     if need > have:
         tiles = max(need, have + math.ceil(have / 8))
-        grown = [part.memory.resized(drop=0, tiles=tiles) for part in store.parts]
+        grown = resized([part.memory for part in store.parts], drop=0, tiles=tiles)
         for part, tensors in zip(store.parts, grown):
             part.memory.tensors = tensors
         store.changed()

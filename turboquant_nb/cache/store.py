@@ -23,8 +23,8 @@ from turboquant_nb.cache.append import (
     prompt_pair_scales,
 )
 from .clock import DeviceClock, HostClock, check_states, flags_of
-from .exact import Ranges, Tail, _plain, ring_slots
-from .memory import Part, placed
+from .exact import Ranges, Tail, _plain, clear, ring_slots
+from .memory import Part, placed, resized
 from .packing import TILE
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Coded, Spec, decode
@@ -52,19 +52,23 @@ class KVStore:
         static: bool = False,
         # [r/2] the model's RoPE frequencies, for a centre that rotates; or their table
         inv_freq: Tensor | CosSinCache | None = None,
+        tokens: int = 0,  # that there is room for at once; more are allocated when they come
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
         self.batch, self.heads, self.dtype = batch, heads, dtype
-        _check_store_args(batch, heads, max_length, dtype, self.recipe, static)
+        _check_store_args(batch, heads, max_length, dtype, self.recipe, static, tokens)
         self.home = self.device = placed(device)
         self.tile, self.max_length, r = tile, max_length, self.recipe
+        start = torch.empty(batch, dtype=torch.long, device=self.device)
         more = dict(batch=batch, heads=heads, sinks=r.sinks, recent=r.recent, dtype=dtype)
+        more |= dict(tiles=math.ceil((max_length or tokens) / tile), blank=(blank := [start]))
         dv = d_key if d_value is None else d_value
         self.key = Part(r.key, d_key, "channel", tile, self.device).allocate(**more)
         self.value = Part(r.value, dv, "token", tile, self.device).allocate(**more)
         self.parts = self.key, self.value  # what has codes; all of it moves together
         _check_codes(self.parts, static, r.decay)
-        self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device), None, None
+        clear(blank)
+        self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
         self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = (
@@ -79,9 +83,6 @@ class KVStore:
             make = lambda: shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin = inv_freq if is_table else make()
             self.cos_sin.reach(max_length or 0)
-        for part in self.parts if max_length else ():
-            tiles = math.ceil(max_length / tile)
-            part.memory.tensors = part.memory.resized(drop=0, tiles=tiles)
         self.clock = DeviceClock(self) if static else HostClock()
         if static:
             _pin(self)
@@ -258,9 +259,9 @@ class KVStore:
         return self.clock.sync(self)
 
 # %% ../../nbs/31_store.ipynb #530b4fc7
-def _check_store_args(batch, heads, max_length, dtype, recipe, static):
-    checks.whole(batch, "batch", 1)
-    checks.whole(heads, "heads", 1)
+def _check_store_args(batch, heads, max_length, dtype, recipe, static, tokens):
+    for name, x, least in (("batch", batch, 1), ("heads", heads, 1), ("tokens", tokens, 0)):
+        checks.whole(x, name, least)
     if max_length is not None:
         checks.whole(max_length, "max_length", 1)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -533,6 +534,47 @@ def crop(
     _restore_ring(self, left)
     return left
 
+# %% ../../nbs/31_store.ipynb #74f68490
+@_plain
+def _crop_together(
+    stores: list,  # of a cache's layers
+    tokens: int,  # that all of them forget
+    tails: list,  # of the last append to each
+) -> list | None:  # views of what is left of them
+    """`KVStore.crop` in few launches, where stores hold the same tokens and forget some of
+    their last chunk; else None, and nothing has happened."""
+    one, tail, recent = stores[0], tails[0], stores[0].recipe.recent
+    length = one.length - tokens
+    if tail is None or not 0 < tail.past <= length < one.length:
+        return None
+    ends = tail.first, tail.past, one.length
+    kind = one.length, recent, one.clock.fixed, one.device, one.device
+    for s, t in zip(stores, tails):
+        odd = s.waiting or s.uncoded or s.offset or s.end is not None
+        if odd or s.recipe.decay is not None or t is None or (t.first, t.past, t.end) != ends:
+            return None
+        if (s.length, s.recipe.recent, s.clock.fixed, s.device, t.key.device) != kind:
+            return None
+    # the ring's slots that forgotten tokens took, in one piece or two
+    at, end = max(length - recent, tail.first, 0), min(one.length - recent, length)
+    target, source = [], []
+    while at < end:
+        slot = at % recent
+        n, i = min(end - at, recent - slot), at - tail.first
+        for s, t in zip(stores, tails):
+            target += [part.exact.recent[:, :, slot : slot + n] for part in s.parts]
+            source += [x[:, :, i : i + n] for x in (t.key, t.value)]
+        at += n
+    if target:
+        torch._foreach_copy_(target, source)
+    if one.clock.fixed:
+        counts = [s.clock.position for s in stores]
+        torch._foreach_copy_(counts, [torch.full_like(counts[0], length)] * len(counts))
+    for s in stores:
+        s.length = length
+    cut = lambda x: x[:, :, : length - tail.first]
+    return [Tail(t.first, t.past, cut(t.key), cut(t.value)) for t in tails]
+
 # %% ../../nbs/31_store.ipynb #caf5913a
 @patch
 @_plain
@@ -548,7 +590,7 @@ def evict(self: KVStore, before: int) -> None:
     self.complete()
     live = math.ceil((self.length - self.offset) / self.tile) - tiles
     keep = self.capacity // self.tile if self.max_length is not None else live
-    kept = [part.memory.resized(drop=tiles, tiles=keep) for part in self.parts]
+    kept = resized([part.memory for part in self.parts], drop=tiles, tiles=keep)
     for part, tensors in zip(self.parts, kept):
         part.memory.tensors = tensors
         part.memory.truncated_tiles = max(0, part.memory.truncated_tiles - tiles)

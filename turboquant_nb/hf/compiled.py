@@ -116,7 +116,8 @@ class StepPart:
         self.compiled = torch.compile(own, **options)
 
     def __call__(self, x: Tensor, *args, **kwargs):
-        step = x.ndim > 2 and x.shape[self.tokens] == 1 and not torch.is_grad_enabled()
+        step = x.ndim > 2 and self.steps.takes(x.shape[self.tokens])
+        step = step and not torch.is_grad_enabled()
         followed = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
         if not step or followed or self.steps.leaves(self.name):
             return self.own(x, *args, **kwargs)
@@ -215,7 +216,7 @@ class CompiledSteps:
         self.layers, self.rotations = step_layers(model), step_rotations(model)
         self.parts = step_parts(model)
         self.together, self.refused = together, {}  # the latter: kind of part -> why
-        self.users, self.lock = 0, threading.Lock()  # of `standing`
+        self.users, self.lock = Counter(), threading.Lock()  # of `standing`, by tokens
 
         def part(x):
             own = type(x).forward.__get__(x)
@@ -250,18 +251,22 @@ class CompiledSteps:
         while self.undos:
             self.undos.pop()()
 
+    def takes(self, tokens: int) -> bool:
+        "Whether calls for so many tokens of each row run compiled."
+        return bool(self.users[tokens]) if self.users else tokens == 1
+
     @contextmanager
-    def standing(self):
-        "While this lasts, in any thread, the parts stand in the model."
+    def standing(self, tokens: int = 1):
+        "While this lasts, in any thread, the parts stand in the model for so many tokens."
         with self.lock:
             if not self.users:
                 self.put()
-            self.users += 1
+            self.users[tokens] += 1
         try:
             yield
         finally:
             with self.lock:
-                self.users -= 1
+                self.users -= Counter([tokens])  # drops what is 0
                 if not self.users:
                     self.undo()
 
@@ -340,14 +345,14 @@ def left_alone(model: nn.Module) -> str:
 class StepChoice:
     "When the steps of one model run compiled: once what they lost has paid for the compiler."
 
-    seconds = 4.0  # what compiling costs, once for a batch size (3 to 5 on H100 and H200)
+    seconds = 4.0  # what compiling costs, once for a size (3 to 5 on H100 and H200)
     options = {}  # of `torch.compile`
     saved = 45e-6  # what a step gains a layer (results/generate/steps-h100.json: 47 and 48)
-    most = 8  # batch sizes that torch compiles one function for
+    most = 8  # sizes that torch compiles one function for
 
     def __init__(self):
-        self.replayed = Counter()  # batch size -> steps
-        self.steps, self.settings, self.why, self.rows = None, None, "", set()
+        self.replayed = Counter()  # size, (sequences, tokens of each) -> steps
+        self.steps, self.settings, self.why, self.sizes = None, None, "", set()
 
     def __reduce__(self):  # a copy or a pickle of the model begins anew
         return dict, ()
@@ -361,18 +366,20 @@ class StepChoice:
         return held
 
     def due(self, layers: int) -> int:
-        "After how many steps of a batch size they run compiled."
+        "After how many steps of a size they run compiled."
         return math.ceil(self.seconds / (self.saved * layers))
 
-    def count(self, rows: int, layers: int) -> bool:
+    def count(self, size: tuple, layers: int) -> bool:
         "Note a step that was replayed; whether the next one is the first to be compiled."
-        self.replayed[rows] += 1
-        return self.replayed[rows] == self.due(layers) and len(self.rows) < self.most
+        self.replayed[size] += 1
+        return self.replayed[size] == self.due(layers) and len(self.sizes) < self.most
 
-    def ready(self, model: nn.Module, rows: int, layers: int, settings) -> CompiledSteps | None:
+    def ready(
+        self, model: nn.Module, size: tuple, layers: int, settings
+    ) -> CompiledSteps | None:
         "What shall stand in the model in a step, whose `settings` are as they are now."
-        if self.replayed[rows] < self.due(layers) or not (
-            rows in self.rows or len(self.rows) < self.most
+        if self.replayed[size] < self.due(layers) or not (
+            size in self.sizes or len(self.sizes) < self.most
         ):
             return None
         if self.settings != settings:  # of the model, which is looked at once
@@ -380,7 +387,7 @@ class StepChoice:
             self.steps = None if self.why else CompiledSteps(model, True, **self.options)
         if self.steps is None or self.steps.refused:
             return None
-        self.rows.add(rows)
+        self.sizes.add(size)
         return self.steps
 
     def said(self, model: nn.Module, layers: int) -> str:
@@ -390,8 +397,9 @@ class StepChoice:
         why = why or ("" if self.steps else left_alone(model))
         if why:
             return f"parts of a step run as they are: {why}"
-        if self.rows:
-            sizes = ", ".join(map(str, sorted(self.rows)))
+        if self.sizes:
+            name = lambda rows, n: f"{rows}" if n == 1 else f"{rows} x {n} tokens"
+            sizes = ", ".join(name(*size) for size in sorted(self.sizes))
             return f"norms, MLPs and RoPE of steps are compiled, for batches of {sizes}"
         most = max(self.replayed.values(), default=0)
         return (

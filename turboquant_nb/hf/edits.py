@@ -7,13 +7,14 @@ __all__ = []
 
 # %% ../../nbs/51b_edits.ipynb #773b789b
 import copy
+import operator
 
 from fastcore.basics import patch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from .. import checks
-from ..cache.store import rearrange
+from ..cache.store import _crop_together, rearrange
 from .cache import _Flags, TurboQuantCache
 from .layer import MARGIN, _DRAFTS, TurboQuantLayer
 from .hooks import Before
@@ -53,6 +54,37 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     self.tail = self.store.crop(n, self.tail)
 
 
+def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
+    """Have all layers forget some of their last chunk together, where they hold the same; asks
+    a device that counts once. Whether that could be done."""
+    layers = cache.coded_layers
+    ready = lambda x: x.is_initialized and x.only_codes
+    grows = lambda x: x.drafting and not x.is_sliding
+    if not all(cache.groups) or not all(
+        ready(x) and (x.clock.fixed or grows(x)) for x in layers
+    ):
+        return False
+    if cache.static:
+        cache._count()
+        for x in layers:
+            x.store.length = cache._lengths[x.index]
+        cache._lengths = {}
+    left = _crop_together([x.store for x in layers], tokens, [x.tail for x in layers])
+    for x, tail in zip(layers, left or ()):
+        x.tail = tail
+    return left is not None
+
+
+def _crop_layers(self: TurboQuantCache, tokens_to_remove: int) -> None:
+    "Forget the last tokens in all layers; see `TurboQuantLayer.crop`."
+    tokens_to_remove = operator.index(tokens_to_remove)  # of drafts: a tensor on the device
+    if tokens_to_remove >= 0 or not _crop_drafts(self, -tokens_to_remove):
+        super(TurboQuantCache, self).crop(tokens_to_remove)
+
+
+TurboQuantCache.crop = _crop_layers
+
+
 @patch
 def recover(self: TurboQuantCache) -> int:  # tokens held
     """After a forward pass that was broken off (out of memory, an interrupt): forget what only
@@ -86,7 +118,8 @@ def activate_past_recording(self: TurboQuantCache) -> None:
     def count_drafts(module, args, kwargs):
         unhook()
         keep = kwargs.get("logits_to_keep")
-        if kwargs.get("past_key_values") is self and type(keep) is int and 1 < keep <= _DRAFTS:
+        if kwargs.get("past_key_values") is self and type(keep) is int and 0 < keep <= _DRAFTS:
+            self.runner.before = keep  # the next pass may have as many
             for x in self.coded_layers:
                 x.drafts = keep - 1
 

@@ -17,7 +17,7 @@ from ..cache.attention import Answer, Call
 from ..cache.append import make_room
 from ..cache.clock import CAPTURE, DeviceClock, flags_of
 from ..cache.exact import _plain
-from ..cache.store import KVStore, tail_with
+from ..cache.store import KVStore
 from .layer import CodedStates, TurboQuantLayer
 from ..kernels import ops, prefix
 from ..kernels.encode_launch import prepare
@@ -30,6 +30,7 @@ class CapturedSteps:
     def __init__(self):
         self.backends = {}  # "coding" and "attention" -> who does it, and why
         self.tail = None  # where the step that was captured last leaves exact states
+        self.rings = None  # of all layers while a runner captures: slots of a ring, by its size
 
     def settle(self, layer: TurboQuantLayer, key_states: Tensor) -> None:
         "Choose what codes and what attends, by the shape of a chunk."
@@ -58,6 +59,16 @@ class CapturedSteps:
             layer.store = counted_by_device(layer.store, layer.room)
             self.settle(layer, layer.store.key.tensors["sinks"])
 
+    @_plain
+    def newest(self, store: KVStore, *states: Tensor) -> tuple:
+        """Recent tokens in order, then new states, as `tail_with` has them. Layers that a
+        runner captures are equally long, so slots are computed once for all."""
+        rings, recent = {} if self.rings is None else self.rings, store.recipe.recent
+        if recent not in rings:
+            rings[recent] = store.clock.ring(store)[1]
+        both = zip(store.parts, states)
+        return tuple(torch.cat([p.exact.recent[:, :, rings[recent]], x], 2) for p, x in both)
+
     def append(self, layer: TurboQuantLayer, key_states: Tensor, value_states: Tensor) -> tuple:
         """`update` in a captured step. Raises ValueError where the model does not attend on
         codes."""
@@ -66,8 +77,7 @@ class CapturedSteps:
             why = layer.reader.obstacle.why
             raise ValueError(f"captured steps need attention on codes: {why}")
         few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
-        tail = tail_with(layer.store, *states) if few else None
-        near = (tail.key, tail.value) if few else states
+        near = self.newest(layer.store, *states) if few else states
         if not torch.compiler.is_compiling():
             self.tail = near if few else None  # a replay leaves them there, for a crop after it
         ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)

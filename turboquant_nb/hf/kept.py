@@ -18,7 +18,8 @@ from ..cache.store import KVStore, row_tensors
 from .runner import StepRunner
 
 # %% ../../nbs/53d_kept.ipynb #53d00006
-MOST = 0  # bytes of the stores that a model keeps; 0: nothing is kept, unless somebody sets it
+# bytes of the stores that a model keeps; 0: nothing, as where references are counted otherwise
+MOST = 256 * 2**20 if sys.version_info < (3, 14) and hasattr(sys, "getrefcount") else 0
 _SPARE = 64  # tokens that a store must have room for, or it would soon grow
 # times the room that is needed, or tokens: programs for longer stores find nothing to do
 _LONG, _SHORT = 4, 1024
@@ -56,19 +57,27 @@ def _is_alone(stores: list) -> bool:
     return True
 
 
+def _are_alike(a, b) -> bool:
+    "Whether two parts hold the same kinds of tensors, of whatever number of tiles."
+    coded, ours, theirs = a.memory.names, a.tensors, b.tensors
+    if a.q != b.q or a.memory.truncated_tiles != b.memory.truncated_tiles:
+        return False
+    for name, t in ours.items():
+        other = theirs.get(name)
+        if other is None or t.dtype != other.dtype or t.device != other.device:
+            return False
+        have, want = t.shape, other.shape
+        if have != want and not (name in coded and have[:2] + have[3:] == want[:2] + want[3:]):
+            return False
+    return len(ours) == len(theirs)
+
+
 def _is_like(new: KVStore, old: KVStore) -> bool:
     "Whether the codes of a store that the host counts can lie in the tensors of another."
     tied = new.offset or new.waiting or new.uncoded or new.clock.fixed
     if tied or new.end is not None or new.cos_sin is not old.cos_sin:
         return False
-
-    def kind(part):
-        coded, truncated = part.memory.names, part.memory.truncated_tiles
-        rows = lambda name, t: (*t.shape[:2], *t.shape[3:]) if name in coded else t.shape
-        kinds = {name: (rows(name, t), t.dtype, t.device) for name, t in part.tensors.items()}
-        return part.q, truncated, kinds
-
-    return all(kind(a) == kind(b) for a, b in zip(new.parts, old.parts))
+    return all(map(_are_alike, new.parts, old.parts))
 
 
 @_plain
@@ -76,14 +85,16 @@ def _move(new: list, old: list) -> None:
     "Have old stores hold what new ones do."
     source, target = [], []
     for a, b in zip(new, old):
+        tiles = math.ceil(a.length / a.tile)
         for p, q in zip(a.parts, b.parts):
-            coded, theirs = p.memory.names, q.tensors
-            tiles = math.ceil(a.length / a.tile)
-            cut = lambda name, t, coded=coded, tiles=tiles: (
-                t[:, :, :tiles] if name in coded else t
-            )
-            source += [cut(name, t) for name, t in p.tensors.items()]
-            target += [cut(name, theirs[name]) for name in p.tensors]
+            coded, theirs = p.memory.tensors, q.tensors
+            for name, t in p.tensors.items():
+                both = t, theirs[name]
+                if name in coded:
+                    both = (x if x.shape[2] == tiles else x.narrow(2, 0, tiles) for x in both)
+                mine, kept = both
+                source.append(mine)
+                target.append(kept)
         flags = torch.zeros_like(b.flags) if a.flags is None else a.flags
         source, target = [*source, a.start, flags], [*target, b.start, b.flags]
     lengths = torch.full_like(old[0].clock.position, new[0].length)
@@ -149,10 +160,12 @@ class KeptSteps:
         )
 
     @classmethod
-    def waits(cls, runner: StepRunner) -> bool:
-        "Whether there is one that a runner's next step of one token may take."
+    def waits(cls, runner: StepRunner, tokens: int | None = 1, drafting: bool = False) -> bool:
+        "Whether there is one that a runner's next step of so many tokens may take."
         kept = _KEPT.get(runner.model())
-        return kept is not None and kept.serves(runner, 1, None)
+        held = None if kept is None else kept.held.get(tokens)
+        same = held is not None and held.kind.drafting == drafting
+        return same and kept.serves(runner, tokens, None)
 
     @classmethod
     def take(cls, runner: StepRunner, tokens: int, proof: tuple) -> bool:

@@ -324,14 +324,14 @@ class TurboQuantLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Build the store from the shapes of the first chunk; head counts are the local ones
         under tensor parallelism."""
-        (b, h, _, dk), dv = key_states.shape, value_states.shape[3]
+        (b, h, n, dk), dv = key_states.shape, value_states.shape[3]
         length = None if self.is_sliding and not self.clock.fixed else self.max_length
         kind = key_states.dtype, key_states.device
         rope, known = {}, (self.inv_freq, dk, key_states.device)
         if self.inv_freq is not None:
             rope["inv_freq"] = self.reader.tables.get(known) or torch.tensor(self.inv_freq)
         self.store = KVStore(
-            self.recipe, b, h, dk, dv, *kind, length, **self.clock.settings, **rope
+            self.recipe, b, h, dk, dv, *kind, length, **self.clock.settings, **rope, tokens=n
         )
         if self.store.cos_sin is not None:
             self.reader.tables[known] = self.store.cos_sin
@@ -368,7 +368,7 @@ class TurboQuantLayer(CacheLayerMixin):
         drafts = drafts if on_codes and not past else 0
         waits = self.scales_pairs and on_codes and not past
         if drafts:
-            self._append_with_drafts(states, drafts, waits)
+            self._append_with_drafts(states, drafts, waits, unseen)
         elif waits:
             self._wait(*states, True)
         else:
@@ -430,9 +430,9 @@ class TurboQuantLayer(CacheLayerMixin):
         "Note why keys that were to have a pair scale have none."
         self.reasons[f"no pair scale, which needs the first chunk's queries: {why}"] += 1
 
-    def _append_with_drafts(self, states: tuple, drafts: int, waits: bool):
+    def _append_with_drafts(self, states: tuple, drafts: int, waits: bool, unseen=None):
         "Code a prompt, which has the mean to itself, then the drafts behind it."
-        take = self._wait if waits else self._append
+        take = self._wait if waits else partial(self._append, unseen=unseen)
         take(*(x[:, :, :-drafts] for x in states), True)
         try:
             take(*(x[:, :, -drafts:] for x in states), False)

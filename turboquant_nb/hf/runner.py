@@ -91,24 +91,54 @@ _PROVED = WeakKeyDictionary()
 # model -> {proof: (kind, seconds that capturing took)} of steps that were compared once
 
 
+class _Told(dict):
+    """How attributes of a type are told, made at first sight of it: 1 numbers and texts, by
+    themselves; 2 lists and tuples, by what is in them; 0 not at all."""
+
+    def __missing__(self, kind: type) -> int:
+        alone = issubclass(kind, (bool, int, float, str))
+        self[kind] = 1 if alone else 2 * issubclass(kind, (list, tuple))
+        return self[kind]
+
+
+_TOLD = _Told()
+
+
+def _is_plain(x) -> bool:
+    "Whether x is made of numbers and texts alone."
+    told = _TOLD[type(x)]
+    return told == 1 or (told == 2 and all(map(_is_plain, x)))
+
+
 def _settings(model: torch.nn.Module) -> int:
     """What a graph of the model has of it besides the values of its weights: where they are,
-    the plain attributes of its modules, such as which adapter is active, who stands for their
-    forward, and how products round."""
-    where = [(x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers())]
-    plain = lambda x: (
-        isinstance(x, (bool, int, float, str))
-        or (isinstance(x, (list, tuple)) and all(map(plain, x)))
-    )
-    attributes = [
-        (name, repr(x)) for m in model.modules() for name, x in m.__dict__.items() if plain(x)
-    ]
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    below = [id(m.__dict__.get("forward")) for m in model.modules() if m is not model]
+    its modules, their plain attributes, such as which adapter is active, how many hooks they
+    have, who stands for their forward, and how products round. Every module is looked at anew:
+    in each prompt of a cache that has graphs, and before a step is captured or taken over from
+    an earlier cache; not between the steps of an answer."""
+    seen, left, told = set(), [model], []
+    while left:
+        module = left.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        held = vars(module)
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        forward = 0 if module is model else id(held.get("forward"))
+        told += (type(module), *hooks, forward)
+        for name, x in held.items():
+            if how := _TOLD[type(x)]:
+                told += (
+                    (name, type(x), x) if how == 1 else (name, repr(x) if _is_plain(x) else "")
+                )
+        for tensors in (module._parameters, module._buffers):
+            for x in tensors.values():
+                if x is not None:
+                    told += (x.data_ptr(), x.dtype)
+        left += module._modules.values()
     kind = getattr(model, "device", torch.device("cpu")).type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    rounds = torch.get_float32_matmul_precision(), cast
-    return hash((*where, *attributes, *hooks, *below, *rounds))
+    return hash((*told, torch.get_float32_matmul_precision(), cast))
 
 
 @dataclass
@@ -221,9 +251,10 @@ class StepRunner:
         self.attached, self.failed, self.why = False, "", ""
         self.captured = self.replayed = self.seconds = 0  # the last: what capturing took
         self.taken = 0  # graphs of earlier caches
-        self.odd = self.arrives = self.before = None  # the last: tokens of the step before
+        self.odd = self.arrives = None
+        self.before = None  # tokens of the step before; of a prompt its drafts and one
         self.leaves = False  # whether `_leave` is called at the end
-        self.due = False  # whether the parts of the next step are compiled for the first time
+        self.due = set()  # tokens of steps whose parts are next compiled for the first time
         self.early = None  # steps that were replayed when one was captured in a prompt
         self.forget()
 
@@ -335,18 +366,19 @@ class StepRunner:
             if same and self.settings != _settings(self.model()):  # looked at once a prompt
                 self.forget()
             return forward(*args, **kwargs)
-        if self.due and step.tokens == 1:
-            self.due = False
-            self.forget()
-        captured, as_before = self.held.get(step.tokens), step.tokens == self.before
-        self.before = step.tokens
+        as_before, self.before = step.tokens == self.before, step.tokens
+        if step.tokens in self.due and (as_before or not step.drafting):
+            self.due.remove(step.tokens)
+            self.held.pop(step.tokens, None)
+            if not self.held:  # nothing that a later cache could have
+                self.forget()
+        captured = self.held.get(step.tokens)
         if captured and self._fits(captured, step):
             if captured.proved:
                 return self._replay(captured, step)
             return self._compared(forward, args, kwargs, captured, step)
-        if (
-            step.drafting and not as_before
-        ):  # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+        # an assistant drafts now 3, now 7 tokens: most such graphs would never be replayed
+        if step.drafting and not as_before and not self._waits(step.tokens):
             self.why = self.why or (
                 ""
                 if self.captured or self.taken
@@ -354,6 +386,11 @@ class StepRunner:
             )
             return forward(*args, **kwargs)
         return self._start(forward, args, kwargs, step)
+
+    def _waits(self, tokens: int | None) -> bool:
+        "Whether an earlier cache has left a graph for so many tokens, which a step would take."
+        drafting = self.cache().coded_layers[0].drafting
+        return self.keeps and not self.held and self.kept.waits(self, tokens, drafting)
 
     def _fits(self, captured: _Captured, step: _Step) -> bool:
         "Whether the graph is of this step."
@@ -438,32 +475,34 @@ class StepRunner:
 
     def after_pass(self, args: tuple, kwargs: dict, took: float) -> None:
         """Capture the step after a prompt while the device still reads it: a step of a kind
-        that was compared before, if it takes less than the device needs. Where the step did not
-        come, as between chunks of a prompt, it is left to the steps from then on."""
+        that was compared before, with as many drafts as the prompt had, if it takes less than
+        the device needs. Where the step did not come, as between chunks of a prompt, it is left
+        to the steps from then on."""
         idle = self.held or self.early == self.replayed or torch.is_grad_enabled()
         if idle or not self.attached or not (known := _PROVED.get(self.model())):
             return
-        if self.keeps and self.kept.waits(self):  # a graph that the next step will take
+        layers = self.cache().coded_layers
+        drafting = layers[0].drafting
+        n = self.before if drafting else 1
+        if self._waits(n):  # what the next step will take
             return
         stands = vars(self.model()).get("forward")
         if not isinstance(stands, Detour):  # somebody has put another forward there
             return
-        needs, layers = self._device_needs(took), self.cache().coded_layers
-        ids = args[0] if args else kwargs.get("input_ids")
+        needs, ids = self._device_needs(took), args[0] if args else kwargs.get("input_ids")
         mask, length = kwargs.get("attention_mask"), layers[0].length
-        if not needs or layers[0].drafting or type(ids) is not Tensor or ids.ndim != 2:
+        if not needs or type(ids) is not Tensor or ids.ndim != 2:
             return
-        rows = len(ids)
-        alike = lambda kind: kind.ids == (rows, 1) and kind.masked == (mask is not None)
-        found = [(kind, t) for kind, t in known.values() if alike(kind) and not kind.drafting]
+        like = (len(ids), n), mask is not None, drafting
+        alike = lambda kind: (kind.ids, kind.masked, kind.drafting) == like
+        found = [(kind, t) for kind, t in known.values() if alike(kind)]
         if not found or found[-1][1] > needs:
             return
         kind, _ = found[-1]
-        made = [
-            None if shape is None else ids.new_zeros(shape)
-            for shape in (kind.ids, kind.places, (rows, length + 1) if kind.masked else None)
-        ]
-        step = _Step(*made, False, kind.rest)
+        real = (len(ids), length + n) if kind.masked else None
+        shapes = kind.ids, kind.places, real
+        made = [None if shape is None else ids.new_zeros(shape) for shape in shapes]
+        step = _Step(*made, drafting, kind.rest)
         try:
             captured, forward = self._prepared(stands.inner, step)
         except torch.OutOfMemoryError:  # which the step itself will say
@@ -476,16 +515,17 @@ class StepRunner:
     # --- parts that are compiled
 
     def _parts(self, step: _Step):
-        "What stands in the model in an eager step; None: the model as it is."
-        if not self.chooses or step.tokens > 1:
+        "Lets parts stand in the model in an eager step; None: the model as it is."
+        if not self.chooses:
             return None
         model, layers = self.model(), len(self.cache().coded_layers)
-        return self.choice(model).ready(model, len(step.ids), layers, self.settings)
+        parts = self.choice(model).ready(model, tuple(step.ids.shape), layers, self.settings)
+        return parts and partial(parts.standing, step.tokens)
 
     @staticmethod
     def _with_parts(forward, parts, *args, **kwargs):
         "The model's forward, with parts in it."
-        with nullcontext() if parts is None else parts.standing():
+        with nullcontext() if parts is None else parts():
             return forward(*args, **kwargs)
 
     # --- capturing
@@ -554,10 +594,15 @@ class StepRunner:
             *captured.states.tensors,
             *(t for s in stores for t in (*row_tensors(s), s.clock.position, s.flags)),
         ]
+        rings = {}
+        for x in layers:
+            x.captured.rings = rings
         try:
             out = captured.graph.capture(run, kept)
         finally:
             captured.states.put()
+            for x in layers:
+                x.captured.rings = None
         captured.tables = [dict(s.plans) for s in stores]
         captured.tables += [x.prefix.tables for x in layers if x.prefix is not None]
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
@@ -614,9 +659,10 @@ class StepRunner:
             store.length += step.tokens
             layer.tail = None if tail is None else Tail(past - layer.recipe.recent, past, *tail)
         self.replayed += 1
-        if self.chooses and step.tokens == 1:
-            layers = len(self.stores)
-            self.due = self.choice(self.model()).count(len(step.ids), layers) or self.due
+        if self.chooses:
+            size = tuple(step.ids.shape)
+            if self.choice(self.model()).count(size, len(self.stores)):
+                self.due.add(step.tokens)
         if self.replayed % 16 == 0:
             self._look()
         tensors = {

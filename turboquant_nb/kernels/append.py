@@ -31,10 +31,9 @@ from turboquant_nb.kernels.encode_launch import (
     _AppendPlan,
     _plan,
     _plan_of,
-    direct_launcher,
     encode_append,
-    is_current,
 )
+from .launcher import direct_launcher, is_current
 from .mean import fused_mean
 
 # %% ../../nbs/40f_fused_append.ipynb #2204b283

@@ -37,6 +37,7 @@ from turboquant_nb.kernels.encode_launch import (
 )
 from .encode_short import _between, _chain_in, _chain_out
 from .launch import Plan, select_kernel
+from .launcher import Launcher
 from .viterbi import find_symbols
 from ..quant.quantizer import Quantizer
 
@@ -357,6 +358,9 @@ def append_cells(
         _append_piece(cache, plan, _dense(k[mine]), _dense(v[mine]), slots[mine])
 
 
+_append_launcher = Launcher(_append_kernel)
+
+
 def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Tensor) -> None:
     "Tokens whose vectors lie in memory at once, where codes are by windows."
     heads, count = cache.shape[1], cache.shape[1] * len(slots)
@@ -395,4 +399,5 @@ def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Te
             for code, x, to in window_searches(plan.by_window, room, count, plan.vector_size):
                 tables = code.tables[0], code.windows.levels
                 find_symbols(code.trellis, x, *tables, to=to)
-        _append_kernel[(heads * -(-len(slots) // rows), 2)](**named, STEP=step, **options)
+        grid = heads * -(-len(slots) // rows), 2, 1
+        _append_launcher(grid, named | dict(STEP=step), {}, **options)

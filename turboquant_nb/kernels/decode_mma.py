@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['lookup_asm', 'key_chain_asm', 'place_bits', 'value_chain_asm', 'FormSide', 'decode_form', 'packaged_config',
-           'MeanRule', 'Repeatable', 'mma_attention']
+           'sums_inside', 'Repeatable', 'mma_attention']
 
 # %% ../../nbs/43_decode_mma.ipynb #eceb9a3f
 import json
@@ -17,7 +17,6 @@ from turboquant_nb.kernels.decode_launch import (
     NUMBER_SLOTS,
     DecodeOperands,
     DecodeSizes,
-    Launcher,
     Parts,
     SplitRule,
     combine,
@@ -27,8 +26,9 @@ from turboquant_nb.kernels.decode_launch import (
     selector_bits,
     shared_arguments,
 )
+from .launcher import Launcher
 from .encode import device_properties
-from .query import rotated_queries, score_bias
+from .query import fast_pairs, rotated_queries, score_bias
 from ..quant.trellis import lane_order
 
 try:
@@ -53,7 +53,7 @@ def _shift(out: list, source: str, have: int, want: int, name: str) -> str:
 
 def _nibbles(out: list, bits: int, half: int, pair: int):
     """Selector nibbles in `s`: base plane in bits 0-1, the next plane's bit in bit 2. Returns
-    the last plane's word."""
+    where the last plane's bit is bit 2 of each nibble."""
     base = f"${8 + half}"
     at = 2 * pair + half  # bit of this half and pair of quarters in a bit plane's nibble
     if pair:
@@ -67,24 +67,23 @@ def _nibbles(out: list, bits: int, half: int, pair: int):
     out.append("shr.u32 h, s, 16;")
     if bits < 4:
         return None
-    top = _shift(out, "$11", at, 3, "u")
-    out.append(f"shl.b32 v, {top}, 4;")
-    return top
+    return _shift(out, "$11", at, 2, "u")
 
 
 def _look_up(out: list, table: list, top: str | None, to: tuple, pairs: bool) -> None:
-    """The levels of the nibbles in `s` and `h`: by one table, or by two and the bits in `top`,
-    which `v` holds shifted by four."""
+    """The levels of the nibbles in `s` and `h`: by one table, or by two and bit 2 of the
+    nibbles in `top`, which chooses."""
     a, b = ("x", "y") if pairs else to
-    for here, nibbles, signs in ((a, "s", "0xD9C8"), (b, "h", "0xFBEA")):
+    if top is not None:  # byte i of what one table gave, or of what the other did
+        out.append(f"lop3.b32 m, {top}, 0x44444444, 0x32103210, 0xEA;")
+        out.append("shr.u32 v, m, 16;")
+    for here, nibbles, choice in ((a, "s", "m"), (b, "h", "v")):
         if top is None:
             out.append(f"prmt.b32 {here}, {table[0]}, {table[-1]}, {nibbles};")
             continue
-        # both tables; the last bit chooses: bit 3 of a selector spreads a byte's sign
-        out.append(f"prmt.b32 m, v, {top}, {signs};")
         out.append(f"prmt.b32 t, {table[0]}, {table[1]}, {nibbles};")
         out.append(f"prmt.b32 c, {table[2]}, {table[3]}, {nibbles};")
-        out.append(f"lop3.b32 {here}, m, c, t, 0xCA;")
+        out.append(f"prmt.b32 {here}, t, c, {choice};")
     if pairs:
         out.append(f"prmt.b32 {to[0]}, x, y, 0x6420;")
         out.append(f"prmt.b32 {to[1]}, x, y, 0x7531;")
@@ -265,9 +264,7 @@ def _chained_word(
         out.append(f"and.b32 t, {shifted}, 0x44444444;")
         out.append(f"lop3.b32 s, {source}, 0x33333333, t, 0xEA;")
         out.append("shr.u32 h, s, 16;")
-        now = top and _shift(out, top, 1, 3 - 2 * pair, "u")
-        if top:
-            out.append(f"shl.b32 v, {now}, 4;")
+        now = top and _shift(out, top, 1, 2 - 2 * pair, "u")
         _look_up(out, table, now, to(pair), pairs)
 
 
@@ -842,31 +839,25 @@ def _cap(s, cap):
 
 # %% ../../nbs/43_decode_mma.ipynb #a6c2a79b
 @gluon.jit
-def _mean_coefficients(
-    COEFFICIENTS,
-    QUERY,
-    M,
-    FAR,
-    sb,
-    sh,
-    sn,
-    b,
-    h,
-    bh,
-    block,
-    n,
-    group,
-    begin_at,
-    factor,
-    G: gl.constexpr,
+def _pair_at(place, G: gl.constexpr):
+    "The channel pair that stands there, see `query._pair_order`."
+    QUARTER: gl.constexpr = G.HP // 4
+    FAST: gl.constexpr = G.FP // 4
+    lane, i = place // QUARTER, place % QUARTER
+    slow = G.FP + lane * (QUARTER - FAST) + i - FAST
+    return gl.where(i < FAST, lane * FAST + i, slow)
+
+
+@gluon.jit
+def _mean_inputs(
+    QUERY, M, FAR, sb, sh, sn, b, h, bh, block, n, group, begin_at, G: gl.constexpr
 ):
-    """Coefficients of Q query rows and the mean of their head at 127.5 tokens after position
-    `begin_at` modulo 256, as multiples of what is returned, to shared memory; returned too: the
-    product of channels that RoPE leaves alone."""
-    HP: gl.constexpr = G.HP
-    H2: gl.constexpr = G.H2
-    L: gl.constexpr = gl.SliceLayout(2, G.LC)
-    e = gl.arange(0, HP, layout=gl.SliceLayout(1, L))
+    """What `_mean_coefficients` needs, loaded before anything waits: channel pairs of Q query
+    rows and of the mean of their head, and the angles of where its tiles begin; [HP, Q] and
+    [HP, 1]."""
+    L: gl.constexpr = gl.SliceLayout(0, G.LC)
+    place = gl.arange(0, G.HP, layout=gl.SliceLayout(1, L))
+    e = _pair_at(place, G)
     j = block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, L))
     q = (
         QUERY
@@ -875,33 +866,38 @@ def _mean_coefficients(
         + (j % n).to(gl.int64) * sn
     )
     at, m = q[None, :] + e[:, None], M + bh.to(gl.int64) * G.D + e
-    ok = (e < H2)[:, None] & (j < group * n)[None, :]
+    ok = (e < G.H2)[:, None] & (j < group * n)[None, :]
     q1 = gl.load(at, mask=ok, other=0.0).to(gl.float32)
-    q2 = gl.load(at + H2, mask=ok, other=0.0).to(gl.float32)
-    m1 = gl.load(m, mask=e < H2, other=0.0).to(gl.float32)[:, None]
-    m2 = gl.load(m + H2, mask=e < H2, other=0.0).to(gl.float32)[:, None]
+    q2 = gl.load(at + G.H2, mask=ok, other=0.0).to(gl.float32)
+    m1 = gl.load(m, mask=e < G.H2, other=0.0).to(gl.float32)[:, None]
+    m2 = gl.load(m + G.H2, mask=e < G.H2, other=0.0).to(gl.float32)[:, None]
+    row = FAR + (begin_at & 255) * (2 * G.HP) + place
+    cos, sin = gl.load(row)[:, None], gl.load(row + G.HP)[:, None]
+    still = gl.zeros([G.Q], gl.float32, layout=gl.SliceLayout(0, L))
+    if 2 * G.H2 < G.D:
+        for first in gl.static_range(2 * G.H2, G.D, G.HP):
+            rest = first + e
+            seen = (rest < G.D)[:, None] & (j < group * n)[None, :]
+            x = gl.load(q[None, :] + rest[:, None], mask=seen, other=0.0).to(gl.float32)
+            y = gl.load(M + bh.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0)
+            still += gl.sum(x * y.to(gl.float32)[:, None], 0)
+    return q1, q2, m1, m2, cos, sin, still
+
+
+@gluon.jit
+def _mean_coefficients(COEFFICIENTS, inputs, factor, G: gl.constexpr):
+    """Coefficients at 127.5 tokens after the position of the angles modulo 256, of cosines, of
+    sines and of cosines negated, as multiples of what is returned, to shared memory; returned
+    too: the product of channels that RoPE leaves alone."""
+    q1, q2, m1, m2, cos, sin, still = inputs
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
-    row = FAR + (begin_at & 255) * (2 * HP) + e
-    cos, sin = gl.load(row)[:, None], gl.load(row + HP)[:, None]
     a, o = x * cos + y * sin, y * cos - x * sin
     top = gl.max(gl.abs(a) + gl.abs(o), 0)  # no rotation makes a coefficient larger
     top = gl.where(top > 1e-30, top, 1.0)
     unit = (1.0 / top)[None, :]
     COEFFICIENTS.index(0).store(a * unit)
     COEFFICIENTS.index(1).store(o * unit)
-    still = top * 0
-    if 2 * H2 < G.D:
-        for first in gl.static_range(2 * H2, G.D, HP):
-            rest = first + e
-            seen = (rest < G.D)[:, None] & (j < group * n)[None, :]
-            x = gl.load(q[None, :] + rest[:, None], mask=seen, other=0.0).to(gl.float32)
-            still += gl.sum(
-                x
-                * gl.load(M + bh.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0).to(
-                    gl.float32
-                )[:, None],
-                0,
-            )
+    COEFFICIENTS.index(2).store(-a * unit)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
     return gl.convert_layout(top * factor, column), gl.convert_layout(still * factor, column)
 
@@ -910,37 +906,108 @@ _TWO_HALVES = (
     gl.constexpr("""{ .reg .b16 p, q; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {p, q}, $0; cvt.f32.f16 u, p; cvt.f32.f16 v, q;
  sub.f32 u, $2, u; sub.f32 v, $3, v; cvt.rn.f16x2.f32 $1, v, u; }""")
 )  # two fp32 as hi and as lo, each two fp16 in a register
+_AND = gl.constexpr("and.b32 $0, $1, $2;")
 _MIRROR = gl.constexpr(
     "shfl.sync.bfly.b32 $0, $1, 28, 31, -1;"
 )  # lane 4g + c takes from lane 4(7-g) + c
 
 
 @gluon.jit
-def _coefficient_operand(x, part, G: gl.constexpr, mma: gl.constexpr):
-    "fp16 [HP, Q], the same in both columns of a query, or [HP, Q, 2], as operand B."
-    y, _ = gl.broadcast(x, part)
-    y = gl.permute(gl.reshape(y, [4, G.HP // 16, 2, 2, 2 * G.Q]), [1, 2, 0, 3, 4])
-    return gl.convert_layout(
-        gl.reshape(y, [G.HP, 2 * G.Q]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
+def _halves(x):
+    "fp32 as the sum of two fp16."
+    return gl.inline_asm_elementwise(
+        _TWO_HALVES, "=r,=r,f,f", [x], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )
 
 
 @gluon.jit
-def _angle_operand(NEAR, block, part, G: gl.constexpr, mma: gl.constexpr):
-    "Cosines (part 0) or sines (part 1) of 16 positions, as operand A."
-    x = gl.load(NEAR + (2 * block + part) * (16 * G.HP) + gl.arange(0, 16 * G.HP, layout=G.LN))
-    x = gl.permute(gl.reshape(x, [G.HP // 16, 8, 4, 2, 2, 2]), [4, 1, 0, 3, 2, 5])
-    return gl.convert_layout(
-        gl.reshape(x, [16, G.HP]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+def _kept(x, keep):
+    "fp16 where an int16 has all bits, 0 where it has none."
+    return gl.inline_asm_elementwise(
+        _AND, "=r,r,r", [x, keep], dtype=gl.float16, is_pure=True, pack=2
     )
 
 
 @gluon.jit
-def _even_odd(NEAR, block, high, low, odd, G: gl.constexpr, mma: gl.constexpr):
+def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
+    "Of coefficients, fp16 [2, HP, Q], those of fast pairs, as operand B."
+    ROWS: gl.constexpr = [4, G.FP // 4, 2 * G.Q]
+    y = gl.permute(gl.reshape(x, [2, 4, G.HP // G.FP, G.FP // 4, G.Q]), [1, 3, 4, 0, 2])
+    if G.HP == 4 * G.FP:
+        y, _ = gl.split(gl.reshape(y, ROWS + [2, 2]))
+        y, _ = gl.split(y)
+    elif G.HP == 2 * G.FP:
+        y, _ = gl.split(gl.reshape(y, ROWS + [2]))
+    y = gl.reshape(y, [4, G.FP // 16, 2, 2, 2 * G.Q])
+    y = gl.reshape(gl.permute(y, [1, 2, 0, 3, 4]), [G.FP, 2 * G.Q])
+    return gl.convert_layout(y, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _rows(x, G: gl.constexpr, mma: gl.constexpr):
+    "Coefficients, fp16 [2, HP, 8], as operand A: a row for each query and part."
+    y = gl.permute(gl.reshape(x, [2, 4, G.HP // 16, 2, 2, 8]), [5, 0, 2, 3, 1, 4])
+    return gl.convert_layout(
+        gl.reshape(y, [16, G.HP]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _shares(NEAR, i: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
+    "What pairs give to functions, fp16 [HP, 8], as operand B."
+    x = gl.load(NEAR + 128 * G.NEAR_ROW + i * (8 * G.HP) + gl.arange(0, 8 * G.HP, layout=G.LP))
+    x = gl.permute(gl.reshape(x, [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
+    return gl.convert_layout(
+        gl.reshape(x, [G.HP, 8]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _slow_sums(high, low, NEAR, odd: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
+    "What slow pairs give to even or to odd functions, [2Q, 8], as two fp16."
+    shares, rest = _shares(NEAR, 2 * odd, G, mma), _shares(NEAR, 2 * odd + 1, G, mma)
+    sums = gl.zeros([16, 8], gl.float32, layout=mma)
+    if G.Q == 4:  # both halves are rows of one operand
+        x = gl.reshape(gl.permute(gl.join(high, low), [0, 1, 3, 2]), [2, G.HP, 8])
+        x = _rows(x, G, mma)
+        sums = mma_v2(x, shares, mma_v2(x, rest, sums))
+        a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
+        sums = a + b
+    else:
+        x = _rows(high, G, mma)
+        sums = mma_v2(x, shares, mma_v2(x, rest, mma_v2(_rows(low, G, mma), shares, sums)))
+    return _halves(sums)
+
+
+@gluon.jit
+def _slow_operand(even, odd, operand: gl.constexpr, Q: gl.constexpr):
+    "Sums of even and of odd functions, fp16 [2Q, 8], as operand B."
+    y = gl.reshape(gl.permute(gl.join(even, odd), [2, 1, 0]), [16, 2 * Q])
+    return gl.convert_layout(y, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _near_operand(AT, COLUMNS: gl.constexpr, layout: gl.constexpr, mma: gl.constexpr):
+    "Cosines, sines or functions at 16 positions, as operand A."
+    x = gl.load(AT + gl.arange(0, 16 * COLUMNS, layout=layout))
+    x = gl.permute(gl.reshape(x, [COLUMNS // 16, 8, 4, 2, 2, 2]), [4, 1, 0, 3, 2, 5])
+    return gl.convert_layout(
+        gl.reshape(x, [16, COLUMNS]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+    )
+
+
+@gluon.jit
+def _even_odd(NEAR, block, fast, slow, G: gl.constexpr, mma: gl.constexpr):
     "E + O and E - O of 16 positions, [16, Q]."
-    cos, sin = _angle_operand(NEAR, block, 0, G, mma), _angle_operand(NEAR, block, 1, G, mma)
-    sums = mma_v2(cos, low, gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
-    return gl.split(gl.reshape(mma_v2(sin, odd, mma_v2(cos, high, sums)), [16, G.Q, 2]))
+    at = NEAR + block * (16 * G.NEAR_ROW)
+    cos = _near_operand(at, G.FP, G.LN, mma)
+    sums = mma_v2(cos, fast[1], gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
+    sums = mma_v2(cos, fast[0], sums)
+    sums = mma_v2(_near_operand(at + 16 * G.FP, G.FP, G.LN, mma), fast[2], sums)
+    functions = _near_operand(at + 32 * G.FP, 16, G.LS, mma)
+    sums = mma_v2(functions, slow[0], mma_v2(functions, slow[1], sums))
+    even, odd = gl.split(gl.reshape(sums, [16, G.Q, 2]))
+    return even + odd, even - odd
 
 
 @gluon.jit
@@ -949,7 +1016,7 @@ def _far_angles(FAR, tile, G: gl.constexpr):
     row = (
         FAR
         + (257 + tile) * (2 * G.HP)
-        + gl.arange(0, G.HP, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LC)))
+        + gl.arange(0, G.HP, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LC)))
     )
     return gl.load(row), gl.load(row + G.HP)
 
@@ -958,31 +1025,37 @@ def _far_angles(FAR, tile, G: gl.constexpr):
 def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
     `_mean_coefficients` returned."""
-    L: gl.constexpr = gl.SliceLayout(2, G.LC)
-    cos, sin = far[0][:, None], far[1][:, None]
-    a, o = COEFFICIENTS.index(0).load(L), COEFFICIENTS.index(1).load(L)
-    part = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, G.LC)))[None, None, :]
-    high, low = gl.inline_asm_elementwise(
-        _TWO_HALVES,
-        "=r,=r,f,f",
-        [a * cos + o * sin],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
+    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    cos, sin = far[0][None, :, None], far[1][None, :, None]
+    both: gl.constexpr = [2, G.HP, G.Q]
+    x = COEFFICIENTS.index(0)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
+    y = COEFFICIENTS.index(1)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
+    high, low = _halves(x * cos + y * sin)
+    part = (gl.arange(0, 2 * G.Q, layout=gl.SliceLayout(0, B)) & 1)[None, :]
+    k = gl.arange(0, 16, layout=gl.SliceLayout(1, B))[:, None]
+    own = gl.where(k < 8, part - 1, -part).to(gl.int16)  # even functions, odd functions
+    k = gl.arange(0, G.FP, layout=gl.SliceLayout(1, B))[:, None]
+    cosines, sines = (part + k * 0 - 1).to(gl.int16), (k * 0 - part).to(gl.int16)
+    first = _fast_operand(high, G, B)
+    fast = (
+        _kept(first, cosines),
+        _kept(_fast_operand(low, G, B), cosines),
+        _kept(first, sines),
     )
-    odd = (o * cos - a * sin)[:, :, None]
-    odd = gl.where(part == 0, odd, -odd).to(gl.float16)
-    high = _coefficient_operand(high[:, :, None], part, G, mma)
-    low = _coefficient_operand(low[:, :, None], part, G, mma)
-    odd = _coefficient_operand(odd, part, G, mma)
-    u0, d0 = _even_odd(NEAR, 0, high, low, odd, G, mma)
-    u1, d1 = _even_odd(NEAR, 1, high, low, odd, G, mma)
-    u2, d2 = _even_odd(NEAR, 2, high, low, odd, G, mma)
-    u3, d3 = _even_odd(NEAR, 3, high, low, odd, G, mma)
-    u4, d4 = _even_odd(NEAR, 4, high, low, odd, G, mma)
-    u5, d5 = _even_odd(NEAR, 5, high, low, odd, G, mma)
-    u6, d6 = _even_odd(NEAR, 6, high, low, odd, G, mma)
-    u7, d7 = _even_odd(NEAR, 7, high, low, odd, G, mma)
+    even_high, even_low = _slow_sums(high, low, NEAR, 0, G, mma)
+    odd_high, odd_low = _slow_sums(high, low, NEAR, 1, G, mma)
+    slow = (
+        _kept(_slow_operand(even_high, odd_high, B, G.Q), own),
+        _kept(_slow_operand(even_low, odd_low, B, G.Q), own),
+    )
+    u0, d0 = _even_odd(NEAR, 0, fast, slow, G, mma)
+    u1, d1 = _even_odd(NEAR, 1, fast, slow, G, mma)
+    u2, d2 = _even_odd(NEAR, 2, fast, slow, G, mma)
+    u3, d3 = _even_odd(NEAR, 3, fast, slow, G, mma)
+    u4, d4 = _even_odd(NEAR, 4, fast, slow, G, mma)
+    u5, d5 = _even_odd(NEAR, 5, fast, slow, G, mma)
+    u6, d6 = _even_odd(NEAR, 6, fast, slow, G, mma)
+    u7, d7 = _even_odd(NEAR, 7, fast, slow, G, mma)
     # token bits: 0 and 3 to 5 are the row of a product, 1, 2 and 6 its number, 7 the half of
     # the tile; the lower half runs backwards
     up = gl.join(
@@ -1033,6 +1106,7 @@ def _softmax_step(
     cap_at,
     SH: gl.constexpr,
     BIASED: gl.constexpr,
+    FUSED: gl.constexpr,
     CAPPED: gl.constexpr,
     G: gl.constexpr,
 ):
@@ -1046,6 +1120,8 @@ def _softmax_step(
         * ks.to(gl.float32)[:, None]
     )
     scale = qs
+    if FUSED:  # in units of `qs`, as scores of codes are
+        f += bias
     if BIASED or CAPPED:
         f = f * qs[None, :]
         scale = qs * 0 + 1.0
@@ -1382,7 +1458,7 @@ def _decode_kernel(
         scales = tiles
     first_at = offset  # position of the first stored token in its sequence
     if FUSED:
-        COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [2, G.HP, Q], G.SC)
+        COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [3, G.HP, Q], G.SC)
         if HAS_START:
             first_at -= gl.load(START + b).to(gl.int32)
     for i in range(G.NK):
@@ -1404,6 +1480,24 @@ def _decode_kernel(
     row, inside, token = _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+    inputs = 0
+    if FUSED:
+        inputs = _mean_inputs(
+            QUERY=QUERY,
+            M=MK,
+            FAR=FAR,
+            sb=sb,
+            sh=sh,
+            sn=sn,
+            b=b,
+            h=h,
+            bh=bh,
+            block=block,
+            n=n,
+            group=group,
+            begin_at=first_at,
+            G=G,
+        )
     q_lo, q_hi, unit, shift_q = _queries(
         QUERY=QUERY,
         ROTATED=ROTATED,
@@ -1434,24 +1528,8 @@ def _decode_kernel(
     top_b = shift
     still = shift
     if FUSED:
-        top_b, still = _mean_coefficients(
-            COEFFICIENTS=COEFFICIENTS,
-            QUERY=QUERY,
-            M=MK,
-            FAR=FAR,
-            sb=sb,
-            sh=sh,
-            sn=sn,
-            b=b,
-            h=h,
-            bh=bh,
-            block=block,
-            n=n,
-            group=group,
-            begin_at=first_at,
-            factor=factor,
-            G=G,
-        )
+        top_b, still = _mean_coefficients(COEFFICIENTS, inputs, factor, G)
+        top_b, still = top_b / qs, still / qs
     for t in range(begin, end):
         scale_at = _begin(_page(scales, t, row, PAGED, G), 4 * G.RP, PAGED) + inside
         if PAGED or G.RP < 64:
@@ -1497,7 +1575,8 @@ def _decode_kernel(
             hi_row=hi_row,
             cap_at=cap_at,
             SH=SH,
-            BIASED=BIASED or FUSED,
+            BIASED=BIASED,
+            FUSED=FUSED,
             CAPPED=CAPPED,
             G=G,
         )
@@ -1520,7 +1599,7 @@ def _decode_kernel(
             mma=mma,
         )
     scale = qs
-    if CAPPED or BIASED or FUSED:
+    if CAPPED or BIASED:
         scale = qs * 0 + 1.0
     total = gl.convert_layout(gl.sum(total, 0), gl.SliceLayout(0, G.LVB))
     top = gl.convert_layout(
@@ -1579,8 +1658,10 @@ def decode_form(
     pieces = dict(NK=NK, NV=NK, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key.bits, value.bits))
     pieces |= dict(NEAR=min(8, page // 4))
     layouts = _byte_layouts(HK, W, C, rows) | _float_layouts(HK, HV, NK * RV, rows)
-    sizes |= dict(H2=rotary // 2, HP=padded_size(rotary // 2))
-    layouts |= _mean_layouts(padded_size(rotary // 2), rows) if rotary else {}
+    pairs = padded_size(rotary // 2)
+    sizes |= dict(H2=rotary // 2, HP=pairs, FP=fast_pairs(pairs))
+    sizes |= dict(NEAR_ROW=2 * fast_pairs(pairs) + 16)
+    layouts |= _mean_layouts(pairs, rows) if rotary else {}
     pieces |= _chains(key, value, W)
     return _Form(**{k: gl.constexpr(v) for k, v in (sizes | pieces | layouts).items()})
 
@@ -1650,17 +1731,22 @@ def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
 
 
 def _mean_layouts(pairs: int, rows: int) -> dict:
-    """Coefficients of a pre-RoPE mean (channel pair, query, hi or lo), and where they lie in
-    shared memory; a block of the table of angles."""
+    """Coefficients of a pre-RoPE mean (cosines or sines, channel pair, query), and where they
+    lie in shared memory; a block of the table of angles, what pairs give to functions."""
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
-    more = [[0, x, 0] for x in _powers(4, (rows // 4).bit_length() - 1)]
-    near = [[x, 0, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
-    lanes = [[pairs // 4, 0, 0], [pairs // 2, 0, 0], [0, 0, 1], [0, 1, 0], [0, 2, 0]]
-    far = [[x] for x in _powers(256, (pairs // 16).bit_length() - 1)]
+    more = [[0, 0, x] for x in _powers(4, (rows // 4).bit_length() - 1)]
+    near = [[0, x, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
+    lanes = [[0, pairs // 4, 0], [0, pairs // 2, 0], [1, 0, 0], [0, 0, 1], [0, 0, 2]]
+    fast = fast_pairs(pairs)
+    steps = [[x] for x in _powers(256, (fast // 16).bit_length() - 1)]
+    shares = [[x] for x in _powers(1, (pairs // 4).bit_length() - 1)]
     return dict(
-        LC=linear(near + more, lanes, [pairs, rows, 2]),
+        LC=linear(near + more, lanes, [2, pairs, rows]),
         SC=gl.SwizzledSharedLayout(4, 1, 4, [0, 1]),
-        LN=linear([[1], [2], [4], *far], [[x] for x in (8, 16, 32, 64, 128)], [16 * pairs]),
+        SC2=gl.SwizzledSharedLayout(4, 1, 4, [1, 2, 0]),
+        LN=linear([[1], [2], [4], *steps], [[x] for x in _powers(8, 5)], [16 * fast]),
+        LS=linear([[1], [2], [4]], [[x] for x in _powers(8, 5)], [256]),
+        LP=linear(shares, [[x] for x in _powers(pairs // 4, 5)], [8 * pairs]),
     )
 
 # %% ../../nbs/43_decode_mma.ipynb #eacf17ba
@@ -1682,31 +1768,11 @@ def packaged_config(capability: tuple, d: int, rows: int, bits: int, mean: str =
     return found.get("programs", 8), {"maxnreg": limit} if limit else {}
 
 
-class MeanRule(NamedTuple):
-    """Where the sums of a pre-RoPE mean are computed: in the kernel, or by a kernel of their
-    own that writes them."""
-
-    size: int  # of heads, padded
-    rows: int  # query rows of a program
-    bits: int  # of keys or values, whichever are more
-    programs: int  # of one split
-    processors: int
-    held: int | None = None  # tokens that there is room for, where the device counts them
-    visible: int | None = None  # of a sliding window
-    can: bool = True  # are there tables of angles?
-
-    def fuses(self, coded: int) -> bool:
-        """Whether the kernel computes them, for so many coded tokens. A captured graph serves
-        all lengths, so there it is asked about all that there is room for. Coefficients of 8
-        rows of 128 channels leave no room for the table beside planes of more than 2 bits. At
-        128 channels the sums of few tiles cost more than a kernel that writes them (measured on
-        an H200)."""
-        tokens = coded if self.held is None else self.held
-        tokens = tokens if self.visible is None else min(tokens, self.visible)
-        if not self.can or self.size > (128 if self.rows <= 4 or self.bits == 2 else 64):
-            return False
-        tiles = self.programs * -(-tokens // 256)
-        return self.size <= 64 or tokens >= 12 * 1024 or tiles >= 24 * self.processors
+def sums_inside(size: int, rows: int) -> bool:
+    """Whether the kernel computes the sums of a pre-RoPE mean itself, for heads of a padded
+    size and so many query rows of a program; registers are too few for 8 rows of 256
+    channels."""
+    return size <= (256 if rows <= 4 else 128)
 
 # %% ../../nbs/43_decode_mma.ipynb #e763eaa8
 class Repeatable(NamedTuple):
@@ -1718,12 +1784,10 @@ class Repeatable(NamedTuple):
         dict  # of fp32 tensors that launches pass on to each other, by the names in their slots
     )
     launches: list
-    mean: MeanRule
-    fused: bool  # did it say so?
 
     def serves(self, coded: int) -> bool:
         "Whether a call with so many coded tokens has the same launches."
-        return self.rule.splits(coded) == self.splits and self.mean.fuses(coded) == self.fused
+        return self.rule.splits(coded) == self.splits
 
 
 _mma_launcher = Launcher(_decode_kernel)
@@ -1739,19 +1803,7 @@ def mma_attention(
     size = max(64, padded_size(max(s.d, s.dv)))
     blocks, coded = -(-s.rows // Q), x.length - x.offset - s.chunk
     gpu = device_properties(q.device)
-    held = None if x.position is None else s.tiles * s.tile
-    visible = None if x.sliding_window is None else x.sliding_window + s.n
-    mean = MeanRule(
-        size,
-        Q,
-        max(s.key_bits, s.value_bits),
-        s.batch * s.heads * blocks,
-        gpu.processors,
-        held,
-        visible,
-        x.near_angles is not None,
-    )
-    fused = mean.fuses(coded)
+    fused = x.near_angles is not None and sums_inside(size, Q)
     form = decode_form(
         FormSide(s.d, s.key_bits, tuple(x.key_chain or ())),
         FormSide(s.dv, s.value_bits, tuple(x.value_chain or ())),
@@ -1845,8 +1897,4 @@ def mma_attention(
     shapes |= ({"bias": bias.shape} if biased else {}) | (
         {} if fast_k else {"rotated": rotated.shape}
     )
-    return (
-        out,
-        lse,
-        Repeatable(splits, rule, shapes, [*launches, last], mean, fused) if last else None,
-    )
+    return (out, lse, Repeatable(splits, rule, shapes, [*launches, last]) if last else None)

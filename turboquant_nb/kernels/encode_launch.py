@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['refuses', 'window_room', 'window_searches', 'LongSide', 'ShortSide', 'Place', 'StoreSizes', 'prepare',
-           'encode_append', 'direct_launcher', 'is_current']
+           'encode_append']
 
 # %% ../../nbs/40e_encode_launch.ipynb #40e00004
-from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
@@ -29,15 +28,16 @@ from turboquant_nb.kernels.encode import (
     _encode_kernel,
     _interpreted,
     device_properties,
-    triton,
 )
 from .encode_short import _short_kernel
+from .launcher import Launcher
 from ..quant.mixed_precision import find_code
 from ..quant.recipe import Recipe, as_recipe
 from ..quant.trellis import KERNELS
 from ..theory.rotation import make_rotation
 
 # %% ../../nbs/40e_encode_launch.ipynb #38a91985
+@lru_cache(maxsize=256)  # every store asks, and layers have the same
 def _side_reason(spec, d: int) -> str:
     if type(spec.bits) is not int:
         return f"bits must be one integer, not {spec.bits!r}"
@@ -277,6 +277,11 @@ class Place(NamedTuple):
 
 # %% ../../nbs/40e_encode_launch.ipynb #d049450a
 _READY = {}  # compiled kernels, by what they are compiled for
+_long_launcher = Launcher(_encode_kernel)
+# a side's arguments of a long append by the kernel's names: KX, ksb and so on
+_KEY, _VALUE = (
+    [(s if f[0].isupper() else s.lower()) + f for f in LongSide._fields] for s in "KV"
+)
 
 
 class StoreSizes(NamedTuple):
@@ -312,6 +317,13 @@ class _AppendPlan:
         )
         self.wide = _wide(device)
         self.ready = _READY.setdefault((device, dtype, heads, *self.fixed), {})
+        # of a long append: parts of a rotation at most, byte rows of a program and options
+        self.parts = max(self.key.rotation.count, self.value.rotation.count)
+        kind = self.parts, device_properties(device).roomy, dtype.itemsize, rope
+        self.config = _config(self.room, tile // 4, *kind)
+        consts = self.key.constants, self.value.constants
+        self.whole = self.parts == 1 and not any(c.SLICED for c in consts)
+        self.long = dict(KC=consts[0], VC=consts[1], R=tile // 4, WIDE=self.wide)
 
     def search(self, room: Tensor, count: int) -> list:
         "Find the symbols of vectors of codes by windows; launches, as `launch` returns them."
@@ -394,11 +406,10 @@ class _AppendPlan:
         key, value = (
             plan.long(*one) for plan, *one in zip(plans, states, sides, truncated, means)
         )
-        parts, size = max(plan.rotation.count for plan in plans), max(q.d for q in self.qs)
-        gpu = device_properties(k.device)
-        m, options = config or _config(size, rows, parts, gpu.roomy, k.itemsize, self.rope)
-        blocks, consts = -(-rows // m), [plan.constants for plan in plans]
-        named = dict(
+        (m, options), gpu = config or self.config, device_properties(k.device)
+        blocks = -(-rows // m)
+        named = self.long | dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
+        named |= dict(
             COS_SIN=cos_sin if self.rope else flags,
             START=start if self.rope else flags,
             POSITION=position if on_device else flags,
@@ -409,20 +420,15 @@ class _AppendPlan:
             n=n,
             tiles=key.SCALE.shape[2],
             limit=limit,
-            KC=consts[0],
-            VC=consts[1],
-            R=rows,
             M=m,
             STATIC=on_device,
-            WIDE=self.wide,
         )
 
         def launch(programs, each, whole):
-            _encode_kernel[(programs * blocks, b * h, 2)](
-                *key, *value, **named, each=each, WHOLE=whole, **options
-            )
+            grid, more = (programs * blocks, b * h, 2), dict(each=each, WHOLE=whole)
+            _long_launcher(grid, named | more, {}, **options)
 
-        if parts > 1 or any(c.SLICED for c in consts) or rows % m:  # one program for each tile
+        if not self.whole or rows % m:  # one program for each tile
             last = first + n - 1
             touched = -(-(n - 1) // tile) + 1 if on_device else last // tile - first // tile + 1
             return launch(touched, 1, False)
@@ -448,7 +454,8 @@ def _plan(store: KVStore) -> _AppendPlan:
         rows = store.batch * store.heads
         if why := refuses(r, *(q.d for q in qs), store.dtype, store.device, rows):
             raise ValueError(f"the kernel cannot serve this store: {why}")
-        rope = 0 if store.rope_table is None else store.rope_table.shape[1]
+        table = store.rope_table
+        rope = 0 if table is None else table.shape[1]
         sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
         plan = _shared_plan(tuple(qs), store.dtype, store.device, sizes)
         store.plans["append"] = plan
@@ -488,62 +495,27 @@ def encode_append(
     # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was
     # measured on
     config: tuple | None = None,
-    plan: _AppendPlan | None = None,  # the store's, where it is at hand
+    plan: _AppendPlan | None = None,  # the store's, of who has checked the states already
 ) -> Tensor:  # flags: key not finite, too large, value not finite, too large
     """Code k and v and write them into planes and scales, in one launch and without waiting for
     it; nothing else of the store changes. Raises ValueError/TypeError for what does not fit."""
-    plan, parts, n = plan or _plan(store), store.parts, k.shape[2]
-    check_states(store, k, v, ("k", "v"))
+    if plan is None:
+        plan = _plan(store)
+        check_states(store, k, v, ("k", "v"))
+    parts, n = store.parts, k.shape[2]
     truncated = [part.memory.truncated_tiles for part in parts]
     low, room = max(truncated) * store.tile, store.key.memory.tiles * store.tile
     if not low <= first <= first + n <= room:
         raise ValueError(f"tokens must lie in [{low}, {room}), got {first} and {n} more")
-    if plan.rope and len(store.rope_table) < (last := first + store.offset + n):
-        have = f"{len(store.rope_table)} positions"
+    table = store.rope_table
+    if plan.rope and table.shape[0] < (last := first + store.offset + n):
+        have = f"{table.shape[0]} positions"
         raise ValueError(f"cosines and sines must be of keys, for {last} positions; got {have}")
     flags = torch.zeros(4, dtype=torch.int32, device=k.device) if flags is None else flags
     if n:
         tensors = [list(part.tensors.values()) for part in parts]
         means = [part.mean for part in parts] if means is None else means
-        numbers = store.start, store.rope_table, flags, flags
+        numbers = store.start, table, flags, flags
         place = Place(first, store.offset)
         plan.launch_long((k, v), tensors, truncated, means, numbers, place, config)
     return flags
-
-# %% ../../nbs/40e_encode_launch.ipynb #40e00007
-_STREAM, _ARGS = object(), object()  # stand for a stream and for the arguments of a kernel
-
-
-def direct_launcher(compiled, grid: tuple):
-    """What launches a compiled kernel on the current stream, given its arguments. Triton's
-    launcher asks on every launch for the device, for hooks and for scratch memory, and calls a
-    C function; here it is asked once what it passes to that function, which is called from then
-    on (so hooks of profilers see nothing). Triton's own launcher where it is of another form,
-    or the kernel needs scratch memory."""
-    usual, run, passed = compiled[grid], getattr(compiled, "run", None), []
-    if getattr(run, "launch", None) is None or any(
-        getattr(run, f"{name}_scratch_size", 1) for name in ("global", "profile")
-    ):
-        return usual
-    probe = copy(run)
-    probe.launch = lambda *args: passed.append(args)
-    probe(*grid, _STREAM, compiled.function, compiled.packed_metadata, None, None, None, _ARGS)
-    (*lead, last), driver, call = passed[0], triton.runtime.driver.active, run.launch
-    at = next((i for i, x in enumerate(lead) if x is _STREAM), None)
-    if at is None or not (last is _ARGS or last == (_ARGS,)):
-        return usual
-    before, after, stream, device = (
-        tuple(lead[:at]),
-        tuple(lead[at + 1 :]),
-        driver.get_current_stream,
-        driver.get_current_device(),
-    )
-    if last is _ARGS:
-        return lambda *args: call(*before, stream(device), *after, *args)
-    return lambda *args: call(*before, stream(device), *after, args)
-
-
-def is_current(device: torch.device) -> bool:
-    """Whether this is the GPU on which Triton launches kernels now: PyTorch's current one,
-    whatever device their tensors are on."""
-    return device.type == "cuda" and device.index == torch.cuda.current_device()

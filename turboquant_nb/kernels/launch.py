@@ -21,7 +21,6 @@ from turboquant_nb.kernels.decode_launch import (
     CodeTables,
     DecodeOperands,
     DecodeSizes,
-    Launch,
     is_interpreted,
     portable_attention,
     shared_arguments,
@@ -29,7 +28,7 @@ from turboquant_nb.kernels.decode_launch import (
 )
 from .decode_mma import Repeatable, gluon, mma_attention
 from .encode import device_properties
-from .encode_launch import direct_launcher, is_current
+from .launcher import Launch, direct_launcher, is_current
 from .query import AngleTables, angle_tables, score_bias
 from ..cache.store import KVStore
 

@@ -30,7 +30,7 @@ from turboquant_nb.kernels.decode_launch import (
     store_operands,
 )
 from .encode import device_properties
-from .encode_launch import direct_launcher, is_current
+from .launcher import direct_launcher, is_current
 from turboquant_nb.kernels.launch import (
     _plan_of,
     device_reason,

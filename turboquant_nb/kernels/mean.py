@@ -6,12 +6,15 @@
 __all__ = ['fused_mean']
 
 # %% ../../nbs/40d_mean.ipynb #40d00004
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from ..cache.append import first_mean
 from ..cache.store import KVStore
 from .encode import tl, triton
+from .launcher import Launcher
 from ..theory.centre import BLOCK, LANES
 
 # %% ../../nbs/40d_mean.ipynb #40e0b002
@@ -122,6 +125,21 @@ def _mean_kernel(
     tl.store(MEAN + bh * D + c, tl.where(count < 2, 0.0, mean * keep), mask=c < D)
 
 # %% ../../nbs/40d_mean.ipynb #40e0b003
+_sums_launcher, _mean_launcher = Launcher(_sums_kernel), Launcher(_mean_kernel)
+
+
+@lru_cache(maxsize=64)  # all layers have the same
+def _constants(d: int, half: int) -> tuple:  # (of sums, their warps, of the mean, its warps)
+    "What both kernels are compiled for: heads of d channels, of which RoPE turns 2 * half."
+    size, tree = triton.next_power_of_2, dict(D=d, T=LANES, LOG=LANES.bit_length() - 1)
+    sums = dict(H=half, HP=size(max(half, 1)), EP=size(max(d - 2 * half, 1)))
+    sums |= tree | dict(STEPS=BLOCK // LANES)
+    # accumulators of 32 tokens stay in registers
+    warps = 4 if d <= 64 else 8 if d <= 256 else 16
+    mean = tree | dict(DP=size(d), LOG_DP=size(d).bit_length() - 1)
+    return sums, warps, mean, 4 if d <= 256 else 8
+
+
 def fused_mean(
     store: KVStore,
     side,  # of the store, with a mean
@@ -131,26 +149,19 @@ def fused_mean(
     `prompt_mean` says what it is, and this is it bit for bit."""
     if not side.q.centre.by_kernel:
         return first_mean(store, side, x)
-    (b, h, n, d), skip = x.shape, store.recipe.sinks
+    (b, h, n, d), skip, start = x.shape, store.recipe.sinks, store.start
     x = x if x.stride(3) == 1 else x.contiguous()
-    rope = side.q.centre.rotates
-    half = store.rope_table.shape[1] // 2 if rope else 0
-    blocks = max(1, -(-(n - skip) // BLOCK))
+    table = store.rope_table if side.q.centre.rotates else None
+    half, blocks = 0 if table is None else table.shape[1] // 2, max(1, -(-(n - skip) // BLOCK))
     sums = torch.empty(b * h, blocks, 2 * d, dtype=torch.float32, device=x.device)
     mean = torch.empty(b, h, 1, d, dtype=torch.float32, device=x.device)
-    size = triton.next_power_of_2
-    sizes = dict(D=d, H=half, HP=size(max(half, 1)), EP=size(max(d - 2 * half, 1)))
-    tree = dict(T=LANES, LOG=LANES.bit_length() - 1, enable_fp_fusion=False)
-    table = store.rope_table if rope else store.start
-    _sums_kernel[(b * h, blocks)](
-        *(x, *x.stride()[:3], table, store.start, sums, h, skip, n),
-        **sizes,
-        **tree,
-        STEPS=BLOCK // LANES,
-        # accumulators of 32 tokens stay in registers
-        num_warps=4 if d <= 64 else 8 if d <= 256 else 16,
-    )
-    wide = dict(D=d, DP=size(d), LOG_DP=size(d).bit_length() - 1)
-    sizes = (sums, store.start, mean, h, skip, n, blocks)
-    _mean_kernel[(b * h,)](*sizes, **wide, **tree, num_warps=4 if d <= 256 else 8)
+    constants, warps, of_mean, few = _constants(d, half)
+    sb, sh, sn, _ = x.stride()
+    shared = dict(START=start, SUMS=sums, heads=h, skip=skip, n=n)
+    named = dict(X=x, sb=sb, sh=sh, sn=sn, COS_SIN=start if table is None else table)
+    options = dict(num_warps=warps, enable_fp_fusion=False)
+    _sums_launcher((b * h, blocks, 1), constants | shared | named, {}, **options)
+    named = dict(MEAN=mean, blocks=blocks)
+    options = dict(num_warps=few, enable_fp_fusion=False)
+    _mean_launcher(b * h, of_mean | shared | named, {}, **options)
     return mean.to(torch.bfloat16)

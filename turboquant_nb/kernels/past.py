@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .cells import CellPlan
 from .decode import _levels, _planes, tl, triton
-from .decode_launch import Launcher, padded_size
+from .decode_launch import padded_size
+from .launcher import Launcher
 
 # %% ../../nbs/45bd_past.ipynb #45b00023
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
@@ -60,6 +61,9 @@ def _past_kernel(
         tl.store(V + at * vt + h * vh + e, v.to(V.dtype.element_ty), mask=here & (e < DV))
 
 # %% ../../nbs/45bd_past.ipynb #45b00024
+_past_launcher = Launcher(_past_kernel)
+
+
 def past_cells(
     cache: Tensor,  # [blocks, H, N, C] uint8
     plan: CellPlan,
@@ -87,7 +91,7 @@ def past_cells(
     if not tokens:
         return
     places, wide = plan.offsets, max(cell.d_key, cell.d_value) > 256
-    _past_kernel[(count, cache.shape[1])](
+    named = dict(
         LEVELS=plan.tables.levels,
         TABLE=table,
         K=k,
@@ -109,9 +113,9 @@ def past_cells(
         KB=cell.key_bits,
         VB=cell.value_bits,
         **plan.chains,
-        num_warps=4,
         **plan.memory(cache),
     )
+    _past_launcher((count, cache.shape[1], 1), named, {}, num_warps=4)
 
 # %% ../../nbs/45bd_past.ipynb #45b0002b
 @triton.jit(do_not_specialize=["rows"])

@@ -19,6 +19,7 @@ from ..cache import attention
 from ..cache.attention import Answer, Call
 from ..cache.clock import HostClock, is_captured
 from ..cache.exact import Ranges, _plain
+from ..cache.memory import resized
 from ..cache.store import KVStore
 from . import many_rows, ops
 from .decode import triton
@@ -100,12 +101,12 @@ def share(store: KVStore, times: int) -> tuple:  # (`Prefix`, store of what foll
     rest = -(-(room or store.length - n) // store.tile)
 
     def first(part):
-        tensors = part.memory.resized(drop=0, tiles=tiles)
+        (tensors,) = resized([part.memory], drop=0, tiles=tiles)
         exact = dict(sinks=part.exact.sinks, recent=part.exact.recent[:, :, :0].clone())
         return part.tensors | tensors | exact
 
     def later(part):
-        tensors = part.memory.resized(drop=tiles, tiles=rest)
+        (tensors,) = resized([part.memory], drop=tiles, tiles=rest)
         ring = part.exact.recent.roll(-(n % max(1, r.recent)), 2)
         exact = dict(sinks=part.exact.sinks[:, :, :0], recent=ring)
         tensors = part.tensors | tensors | exact

@@ -13,6 +13,7 @@ from .cells import _check_int32, _check_slots, _dense
 from .decode import tl, triton
 from .decode_launch import padded_size
 from .encode import device_properties
+from .launcher import Launcher
 
 # %% ../../nbs/45ba_recent.ipynb #45b0001j
 @triton.jit(do_not_specialize=["early"])
@@ -165,6 +166,9 @@ def _sinks_kernel(
     tl.store(ORIGINS + i.to(tl.int64) * sinks + s, out, mask=s < sinks)
 
 
+_recent_launcher, _sinks_launcher = Launcher(_recent_kernel), Launcher(_sinks_kernel)
+
+
 def append_recent(
     cache: Tensor,  # [blocks, H, n + sinks, d_key + d_value], changed in place
     k: Tensor,  # [T, H, d_key]; may be a slice of a larger tensor
@@ -201,7 +205,7 @@ def append_recent(
             (k.shape[2], v.shape[2]),
             device_properties(k.device).dependent,
         )
-        _recent_kernel[(len(slots), cache.shape[1])](
+        named = dict(
             K=k,
             kt=k.stride(0),
             kh=k.stride(1),
@@ -222,9 +226,9 @@ def append_recent(
             DV=dv,
             DVP=padded_size(dv),
             PDL=pdl,
-            num_warps=1,
-            **({"launch_pdl": True} if pdl else {}),
         )
+        options = dict(num_warps=1) | ({"launch_pdl": True} if pdl else {})
+        _recent_launcher((len(slots), cache.shape[1], 1), named, {}, **options)
 
 
 def _check_origins(origins: Tensor, tokens: int) -> int:
@@ -265,7 +269,7 @@ def locate_sinks(
         )
     sinks = _check_origins(out, len(slots))
     if len(slots) and sinks:
-        _sinks_kernel[(len(slots),)](
+        named = dict(
             TABLE=table,
             table_stride=table.stride(0),
             LENGTH=lengths,
@@ -279,5 +283,5 @@ def locate_sinks(
             B=64,
             T=256,
             S=triton.next_power_of_2(sinks),
-            num_warps=1,
         )
+        _sinks_launcher(len(slots), named, {}, num_warps=1)

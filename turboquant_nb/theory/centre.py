@@ -140,7 +140,7 @@ class CosSinCache:
 
     def reach(self, tokens: int) -> Tensor:  # [positions, r] fp16: cosines, then sines
         "Grow to rows for so many positions at least, `GROWTH` at a time; the table."
-        have, need = len(self.table), -(-tokens // GROWTH) * GROWTH
+        have, need = self.table.shape[0], -(-tokens // GROWTH) * GROWTH
         if need > have:
             with torch.inference_mode(False), torch.no_grad():
                 t = torch.arange(have, need, device=self.inv_freq.device) + self.begin
