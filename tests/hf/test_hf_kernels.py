@@ -604,7 +604,14 @@ class Silent:
 @pytest.fixture
 def silent(monkeypatch):
     "Names of launches, which do nothing: what is left is the host's part, on any machine."
-    from turboquant_nb.kernels import decode_launch, decode_mma, encode, encode_launch, launch
+    from turboquant_nb.kernels import (
+        decode_launch,
+        decode_mma,
+        encode,
+        encode_launch,
+        launch,
+        launcher,
+    )
 
     made = []
 
@@ -614,9 +621,7 @@ def silent(monkeypatch):
             self.ordered(named),
             self.kernel.__name__,
         )
-        return decode_launch.Launch(
-            {grid: Silent(made, name)[grid]}, grid, args, self.places, slots
-        )
+        return launcher.Launch({grid: Silent(made, name)[grid]}, grid, args, self.places, slots)
 
     monkeypatch.setattr(decode_launch.Launcher, "__call__", note)
     monkeypatch.setattr(encode_launch, "_short_kernel", Silent(made, "append"))
