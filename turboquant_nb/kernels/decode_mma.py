@@ -1529,7 +1529,8 @@ def _decode_kernel(
     still = shift
     if FUSED:
         top_b, still = _mean_coefficients(COEFFICIENTS, inputs, factor, G)
-        top_b, still = top_b / qs, still / qs
+        some = qs > 1e-30  # of smaller queries nothing is left, and no quotient is finite
+        top_b, still = gl.where(some, top_b / qs, 0.0), gl.where(some, still / qs, 0.0)
     for t in range(begin, end):
         scale_at = _begin(_page(scales, t, row, PAGED, G), 4 * G.RP, PAGED) + inside
         if PAGED or G.RP < 64:
