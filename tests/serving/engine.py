@@ -3,7 +3,7 @@ compared with those of the states that the layer was given, coded anew, and its 
 attention to the stored codes (on a GPU every fourth call that only decodes). Prints one JSON
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
-firsts_short, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
+firsts_short, at_once, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
 exact_shared, exact_latents, latents, latents_recent, latents_drafts, learnt, sizes, shared,
 states, offload, offload_codes, offload_cut, folder, folder_parallel, drafts, drafts_recent,
 drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts,
@@ -530,6 +530,28 @@ def firsts_few(folder):
             for o in generate(llm, [a[:12], b[:8], c[:20], c[100:105]], sampled(150))
         ]
     )
+
+
+def at_once(folder):
+    """As many whole requests as the engine says that its pool holds, and one more: how many
+    ran at once, each with nearly all its tokens, and how many were thrown out. A step brings
+    as many tokens as four windows hold."""
+    length, found = 512, []
+    of = dict(recent=24, sinks=4)
+    llm = engine(llama(folder / "llama"), 300, of, max_num_batched_tokens=128, max_num_seqs=64)
+    said = llm.llm_engine.vllm_config.cache_config
+    most = int(said.kv_cache_max_concurrency)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    for n in (most, most + 1):
+        out, whole = seen["preempted"], 0
+        for i, prompt in enumerate(random_prompts(*[length - 40] * n, seed=n)):
+            llm.llm_engine.add_request(f"{n}-{i}", {"prompt_token_ids": prompt}, sampled(40))
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            full = [r for r in scheduler.running if r.num_computed_tokens >= length - 40]
+            whole = max(whole, len(full))
+        found.append(dict(requests=n, whole=whole, preempted=seen["preempted"] - out))
+    return dict(said=said.kv_cache_max_concurrency, tokens=said.kv_cache_size_tokens, ran=found)
 
 
 def firsts_short(folder):

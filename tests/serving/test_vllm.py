@@ -86,6 +86,54 @@ def test_few_window_pages_are_kept():
     assert found == [0, 512, None, 512]
 
 
+def test_a_step_is_counted_once(monkeypatch):
+    """Pages for a step's new tokens are counted once for the pool and not for each request; a
+    pool without recent tokens, or too small for one request, is counted as vLLM counts."""
+    from turboquant_nb.serving import vllm as ours
+
+    class Window(SimpleNamespace):
+        def max_admission_blocks_per_request(self, tokens, length):
+            return -(-(self.window + tokens) // 16) + 1
+
+        def max_memory_usage_bytes(self, config):
+            return 10 * self.max_admission_blocks_per_request(8192, 32000)
+
+    monkeypatch.setattr(ours, "SlidingWindowSpec", Window)
+    codes = SimpleNamespace(max_memory_usage_bytes=lambda config: 2500, page_size_bytes=10)
+    recent = Window(window=16, page_size_bytes=10)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=32000), speculative_config=None
+    )
+
+    def counted(pages, *names):
+        specs = zip((codes, recent), names)
+        groups = [SimpleNamespace(kv_cache_spec=s, layer_names=[n]) for s, n in specs]
+        pool = SimpleNamespace(num_blocks=pages, kv_cache_groups=groups)
+        return ours._counting_a_step_once(lambda *of: pages / (250 + 514))(config, pool)
+
+    with monkeypatch.context() as m:
+        m.setitem(sys.modules, "vllm.logger", SimpleNamespace(init_logger=lambda name: logger))
+        logger = SimpleNamespace(info_once=lambda text: said.append(text))
+        said = []
+        # 250 pages of codes and 3 of recent tokens each; 511 more while a step brings 8,192
+        assert counted(33340, "a", ours.recent_name("a")) == (33340 - 1 - 511) / 253
+        assert "129.75 requests of 32,000 tokens" in said[0] and "says 43.64" in said[0]
+    assert counted(700, "a", ours.recent_name("a")) == 700 / 764
+    assert counted(33340, "a", "b") == 33340 / 764
+
+
+def test_as_many_as_said_run_at_once(tmp_path):
+    """As many whole requests as the engine says run at once, and none is thrown out; one more
+    waits, or throws another out."""
+    seen = run(tmp_path, "at_once")
+    most = int(seen["said"])
+    assert most > 4 and seen["tokens"] == int(seen["said"] * 512), seen
+    assert seen["ran"][0] == dict(requests=most, whole=most, preempted=0), seen
+    more = seen["ran"][1]
+    assert more["requests"] == most + 1, seen
+    assert more["whole"] <= most or more["preempted"] > 0, seen
+
+
 def test_engine(tmp_path):
     """Three requests in chunks of 64, two that begin with blocks of others, four in too few
     blocks: each output of each layer is attention to the codes of the states that were stored

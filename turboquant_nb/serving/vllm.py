@@ -477,6 +477,46 @@ def _keeping_few(old):
     return __init__
 
 
+def _counting_a_step_once(old):
+    """`get_max_concurrency_for_kv_cache_config`, for a pool with pages of recent tokens. vLLM
+    counts, for each request, window pages for all tokens that a step may bring. Requests share
+    a step, so what lies there beyond a request's own window is counted once."""
+
+    def requests_at_once(vllm_config, kv_cache_config) -> float:
+        of_vllm = old(vllm_config, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        recent = recent_name("")
+        if not any(name.endswith(recent) for g in groups for name in g.layer_names):
+            return of_vllm
+        length = vllm_config.model_config.max_model_len
+        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", 0) or 0
+        codes = windows = step = 0
+        for spec in (group.kv_cache_spec for group in groups):
+            pages = -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+            layer = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
+            if isinstance(layer, SlidingWindowSpec):
+                held = layer.max_admission_blocks_per_request(1 + drafts, length)
+                windows, step = windows + held, step + pages - held
+            else:
+                codes += pages
+        # the pool keeps one page for nobody
+        found = (kv_cache_config.num_blocks - 1 - step) / (codes + windows)
+        if found <= of_vllm:  # the pool is too small for one whole request
+            return of_vllm
+        from vllm.logger import init_logger
+
+        init_logger("vllm.turboquant_nb").info_once(
+            f"turboquant_nb: {found:.2f} requests of {length:,} tokens at once: "
+            f"({kv_cache_config.num_blocks:,} pages - 1 - {step:,} for a step's new tokens) / "
+            f"({codes:,} of codes + {windows:,} of recent tokens); vLLM's own sum, which "
+            f"counts a step's tokens for each request, says {of_vllm:.2f}"
+        )
+        return found
+
+    requests_at_once.counting_a_step_once = True
+    return requests_at_once
+
+
 def _knowing_engine(old):
     """`KVConnectorFactory.create_connector`, in which a tier can ask for the engine's config:
     the scheduler's process may have no layer that knows it."""
@@ -516,6 +556,11 @@ def register() -> None:
 
         if not hasattr(KVCacheCoordinator.__init__, "keeping_few"):
             KVCacheCoordinator.__init__ = _keeping_few(KVCacheCoordinator.__init__)
+    from vllm.v1.core import kv_cache_utils
+
+    count = kv_cache_utils.get_max_concurrency_for_kv_cache_config
+    if not hasattr(count, "counting_a_step_once"):
+        kv_cache_utils.get_max_concurrency_for_kv_cache_config = _counting_a_step_once(count)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
