@@ -101,9 +101,16 @@ def run(path, inside, env, seconds):
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 said, passed = f"did not end in {seconds:g} s", False
-        lines = [x for x in said.splitlines() if x.strip() and not x.startswith("===")]
-        last = next((x for x in reversed(lines) if "Error" in x), lines[-1] if lines else "")
-        return passed, time.perf_counter() - begin, "" if passed else last[:200]
+        return passed, time.perf_counter() - begin, "" if passed else why(said)
+
+
+def why(said):
+    "The failing line of the notebook's own cell, and the error, from what nbdev_test printed."
+    lines = [x.strip() for x in said.splitlines() if x.strip(" =")]
+    last = next((x for x in reversed(lines) if "Error" in x), lines[-1] if lines else "")
+    at = [i for i, x in enumerate(lines) if re.match(r'File "<ipython-input-\S+", line', x)]
+    code = f"{lines[at[0] + 1][:200]}: " if at and len(lines) > at[0] + 1 else ""
+    return code + last[:200]
 
 
 def gate(env, folder):
