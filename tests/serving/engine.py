@@ -534,11 +534,11 @@ def firsts_few(folder):
 
 def at_once(folder):
     """As many whole requests as the engine says that its pool holds, and one more: how many
-    ran at once, each with nearly all its tokens, and how many were thrown out. A step brings
-    as many tokens as four windows hold."""
+    ran at once, each with nearly all its tokens, and how many were thrown out. A step reads a
+    prompt, so none has ended when the last begins."""
     length, found = 512, []
     of = dict(recent=24, sinks=4)
-    llm = engine(llama(folder / "llama"), 300, of, max_num_batched_tokens=128, max_num_seqs=64)
+    llm = engine(llama(folder / "llama"), 500, of, max_num_batched_tokens=512, max_num_seqs=64)
     said = llm.llm_engine.vllm_config.cache_config
     most = int(said.kv_cache_max_concurrency)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler

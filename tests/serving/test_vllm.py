@@ -86,6 +86,18 @@ def test_few_window_pages_are_kept():
     assert found == [0, 512, None, 512]
 
 
+def test_a_block_whose_size_nobody_named():
+    "While layers are made vLLM's default of 16 tokens stands where our 128 will be."
+    from turboquant_nb.serving.vllm_pages import block_tokens
+
+    config = lambda n, **more: SimpleNamespace(block_size=n, **more)
+    assert block_tokens(config(16, user_specified_block_size=False)) == 128
+    assert block_tokens(config(256, user_specified_block_size=False)) == 256
+    for named in (64, 512):
+        assert block_tokens(config(named, user_specified_block_size=True)) == named
+    assert block_tokens(config(64)) == 64
+
+
 def test_a_step_is_counted_once(monkeypatch):
     """Pages for a step's new tokens are counted once for the pool and not for each request; a
     pool without recent tokens, or too small for one request, is counted as vLLM counts."""

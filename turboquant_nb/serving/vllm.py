@@ -51,6 +51,7 @@ from turboquant_nb.serving.vllm_pages import (
     RecentBackend,
     RecentLayer,
     SlidingWindowSpec,
+    block_tokens,
     is_ours,
     kernel_block,
     made_by,
@@ -225,7 +226,7 @@ class Impl(AttentionImpl):
         if self.config.recent:
             reasons += room_reasons(
                 self.config,
-                current.cache_config.block_size,
+                block_tokens(current.cache_config),
                 self.sizes[0],
                 self.dtype.itemsize,
                 self.sizes[1],
