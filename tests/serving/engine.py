@@ -533,7 +533,7 @@ def firsts_few(folder):
 
 
 def at_once(folder):
-    """As many whole requests as the engine says that its pool holds, and one more: how many
+    """As many whole requests as the engine says that its pool holds, and two more: how many
     ran at once, each with nearly all its tokens, and how many were thrown out. A step reads a
     prompt, so none has ended when the last begins."""
     length, found = 512, []
@@ -542,7 +542,7 @@ def at_once(folder):
     said = llm.llm_engine.vllm_config.cache_config
     most = int(said.kv_cache_max_concurrency)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    for n in (most, most + 1):
+    for n in (most, most + 2):
         out, whole = seen["preempted"], 0
         for i, prompt in enumerate(random_prompts(*[length - 40] * n, seed=n)):
             llm.llm_engine.add_request(f"{n}-{i}", {"prompt_token_ids": prompt}, sampled(40))
