@@ -123,6 +123,26 @@ def test_a_page_that_names_a_replaced_run_is_seen(source, found):
         assert len(seen) >= found and "generate/wall-h200" in seen
 
 
+def test_the_wheel_knows_the_newest_run_too(tmp_path, monkeypatch):
+    "Beside an installed package there is no folder of results: its own copy is read."
+    what, (run, *_) = next(iter(RUNS.items()))
+    for name in ("newest", run):
+        target = tmp_path / "package" / "data" / "results" / f"{name}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((RESULTS / f"{name}.json").read_bytes())
+    monkeypatch.setattr(results, "_HERE", str(tmp_path / "package"))
+    monkeypatch.setattr(results, "_PACKAGED", tmp_path / "package" / "data" / "results")
+    assert results.newest(what) == results.load(RESULTS / f"{run}.json")
+    with pytest.raises(FileNotFoundError):
+        results.newest(what, older=1)
+
+
+def test_words_of_older_files_are_those_of_pages():
+    shown = repr(results.Table(("cache", "protocol"), [("water3, strays 0.01", "stress")]))
+    assert shown.splitlines()[1].split("  ") == ["water3, outliers 0.01", "all-quantised"]
+    assert results.worded("distress, remapped") == "distress, remapped"
+
+
 def test_what_pages_ask_for_is_known():
     wanted = {
         x
