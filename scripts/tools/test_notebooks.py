@@ -24,6 +24,7 @@ PAGES = (
 )  # nothing on them is computed but from results/
 READS = (
     "results.load(",
+    "results.newest(",
     "rows_of(",
     "#| exec_doc",
 )  # what a cell elsewhere says that prints a file of results, or docstrings

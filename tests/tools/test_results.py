@@ -277,7 +277,7 @@ def test_parts_that_differ_in_more_than_rows_are_not_joined(tmp_path, other):
         results.joined([tmp_path / "a.json", tmp_path / "b.json"])
 
 
-FILES = sorted((ROOT / "results").rglob("*.json"))
+FILES = sorted((ROOT / "results").glob("*/*.json"))
 DRAFTS = set()  # files to be measured again, which no page shows
 
 
