@@ -1,6 +1,7 @@
 """What all commands have in common: help, options, imports, exit codes and streams; and that a
 command is a file."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -195,6 +196,17 @@ def test_every_option_is_there_and_shown(call, monkeypatch, command):
     words = out.replace("│", " ").replace(",", " ").split()
     assert code == 0 and err == "" and set(OPTIONS[command].split()) <= set(words)
     assert f"turboquant {command}" in out.split("example:")[1]
+
+
+def test_the_name_of_every_option_is_told_to_typer():
+    "typer 0.27 would name an option that has a parser by its metavar: --BITS."
+    for known in conventions.app.registered_commands:
+        for x in list(inspect.signature(known.callback).parameters.values())[1:]:
+            info = x.annotation.__metadata__[0]
+            named = any(
+                name.startswith("--") for name in getattr(info, "param_decls", None) or ()
+            )
+            assert named or isinstance(info, typer.models.ArgumentInfo), (known.name, x.name)
 
 
 def test_commands_are_listed_by_panel(call):

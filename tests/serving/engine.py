@@ -533,22 +533,22 @@ def firsts_few(folder):
 
 
 def at_once(folder):
-    """As many whole requests as the engine says that its pool holds, and two more: how many
-    ran at once, each with nearly all its tokens, and how many were thrown out. A step reads a
-    prompt, so none has ended when the last begins."""
-    length, found = 512, []
+    """As many requests as the engine says that its pool holds, and half as many again: how many
+    ran at once, each with its whole prompt, and how many were thrown out. None has written all
+    its tokens before the last prompt is read."""
+    length, new, found = 512, 160, []
     of = dict(recent=24, sinks=4)
-    llm = engine(llama(folder / "llama"), 500, of, max_num_batched_tokens=512, max_num_seqs=64)
+    llm = engine(llama(folder / "llama"), 500, of, max_num_batched_tokens=128, max_num_seqs=64)
     said = llm.llm_engine.vllm_config.cache_config
     most = int(said.kv_cache_max_concurrency)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    for n in (most, most + 2):
+    for n in (most, most * 3 // 2):
         out, whole = seen["preempted"], 0
-        for i, prompt in enumerate(random_prompts(*[length - 40] * n, seed=n)):
-            llm.llm_engine.add_request(f"{n}-{i}", {"prompt_token_ids": prompt}, sampled(40))
+        for i, prompt in enumerate(random_prompts(*[length - new] * n, seed=n)):
+            llm.llm_engine.add_request(f"{n}-{i}", {"prompt_token_ids": prompt}, sampled(new))
         while llm.llm_engine.has_unfinished_requests():
             llm.llm_engine.step()
-            full = [r for r in scheduler.running if r.num_computed_tokens >= length - 40]
+            full = [r for r in scheduler.running if r.num_computed_tokens >= length - new]
             whole = max(whole, len(full))
         found.append(dict(requests=n, whole=whole, preempted=seen["preempted"] - out))
     return dict(said=said.kv_cache_max_concurrency, tokens=said.kv_cache_size_tokens, ran=found)
@@ -1383,7 +1383,7 @@ def main(folder, parts):
     if parts[0] != "dense":
         register()
     if not parts[0].startswith(
-        ("graphs", "dense", "offload", "folder")
+        ("graphs", "dense", "offload", "folder", "at_once")
     ):  # what is replayed cannot be watched
         watch()
     found = {}

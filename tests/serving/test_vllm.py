@@ -135,15 +135,13 @@ def test_a_step_is_counted_once(monkeypatch):
 
 
 def test_as_many_as_said_run_at_once(tmp_path):
-    """As many whole requests as the engine says run at once, and none is thrown out. Of two more
-    one waits, or throws another out: the sum takes every window to lie as badly as it can."""
+    """As many whole requests as the engine says run at once, and none is thrown out; half as many
+    again do not. The sum takes every window to lie as badly as it can in its pages."""
     seen = run(tmp_path, "at_once")
-    most = int(seen["said"])
-    assert most > 4 and seen["tokens"] == int(seen["said"] * 512), seen
-    assert seen["ran"][0] == dict(requests=most, whole=most, preempted=0), seen
-    more = seen["ran"][1]
-    assert more["requests"] == most + 2, seen
-    assert more["whole"] <= most + 1 or more["preempted"] > 0, seen
+    most, (fit, more) = int(seen["said"]), seen["ran"]
+    assert most > 10 and seen["tokens"] == int(seen["said"] * 512), seen
+    assert fit == dict(requests=most, whole=most, preempted=0), seen
+    assert more["whole"] < more["requests"] or more["preempted"] > 0, seen
 
 
 def test_engine(tmp_path):

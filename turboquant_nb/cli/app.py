@@ -362,7 +362,8 @@ def _parameter(x, panel: str) -> inspect.Parameter:
     if asked.by_place:  # arguments have a panel of their own
         info = typer.Argument(help=asked.text, show_default=False, **how)
     else:
-        names = asked.names or (option_name(x),) * (kind is bool)
+        # named always: typer 0.27 would call an option with a parser as its metavar, --BITS
+        names = asked.names or (option_name(x),)
         how |= {"metavar": f"{how['metavar']} ..."} if many and "metavar" in how else {}
         info = typer.Option(*names, help=asked.text, rich_help_panel=panel, **how)
     default = inspect.Parameter.empty if x.default is MISSING else x.default
