@@ -7,11 +7,14 @@
 
 Markdown cells stay, code cells become fenced code with their outputs. Cells marked `#| hide`,
 other directives and the Quarto-only marks (labels, callout fences) are dropped or put the way
-GitHub shows them; links to notebooks point to the site."""
+GitHub shows them; links to notebooks point to the site. Badges come from settings.ini and the
+workflow of the tests: the site has none, since a page asks no other host. A hidden cell that is
+labelled `dark` draws the picture before it for a dark page, where the site turns colours."""
 
 import argparse
 import base64
 import difflib
+import html
 import json
 import re
 import sys
@@ -22,6 +25,7 @@ from notebooks import directives, fence, page_name, settings, text_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = "nbs/index_files"
+WIDTH = 600  # of a picture, so that its text is as large as the page's
 NOTICE = (
     "<!-- Generated from nbs/index.ipynb by scripts/tools/make_readme.py: edit the notebook. "
     "-->"
@@ -63,7 +67,62 @@ def markdown_cell(source, site):
     return re.sub(r"[ \t]*\{#(?:fig|eq|tbl|sec)-[\w-]+\}", "", text)
 
 
-def output(out, opts, name, files, site):
+def badge(text, picture, address):
+    return f"[![{text}]({picture})]({address})"
+
+
+def badges(cfg, site):
+    "Tests, versions of Python, licence, Colab and the site, on one line each."
+    home, shield = (
+        f"https://github.com/{cfg['user']}/{cfg['repo']}",
+        "https://img.shields.io/badge",
+    )
+    tests = f"{home}/actions/workflows/test.yml"
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    pythons = json.loads(re.search(r"python: (\[.*\])", workflow)[1])
+    colab = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob"
+    licence = {"apache2": "Apache-2.0"}[cfg["license"]]
+    return "\n".join(
+        (
+            badge("Tests", f"{tests}/badge.svg", tests),
+            badge(
+                f"Python {', '.join(pythons)}",
+                f"{shield}/python-{'%20%7C%20'.join(pythons)}-blue",
+                f"{home}/blob/{cfg['branch']}/settings.ini",
+            ),
+            badge(licence, f"{shield}/licence-{licence.replace('-', '--')}-blue", "LICENSE"),
+            badge(
+                "Open in Colab",
+                "https://colab.research.google.com/assets/colab-badge.svg",
+                f"{colab}/{cfg['branch']}/{cfg['nbs_path']}/guide.ipynb",
+            ),
+            badge("Documentation", f"{shield}/docs-guide%20and%20book-blue", f"{site}/"),
+        )
+    )
+
+
+def shown(alt, path, dark):
+    "A picture, and what a dark page shows in its place."
+    image = f'<img alt="{html.escape(alt)}" src="{path}" width="{WIDTH}">'
+    if not dark:
+        return image
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+    return f"<picture>\n  {source}\n  {image}\n</picture>"
+
+
+def dark_picture(nb, number, files):
+    "The picture of the next cell, if that draws the one of cell `number` for a dark page."
+    following = nb["cells"][number + 1] if number + 1 < len(nb["cells"]) else {}
+    opts, _ = directives(text_of(following.get("source", "")))
+    if opts.get("label") != "dark":
+        return None
+    (raw,) = (x["data"]["image/png"] for x in following["outputs"] if "data" in x)
+    path = f"{PICTURES}/output-{number}-dark.png"
+    files[path] = base64.b64decode(text_of(raw))
+    return path
+
+
+def output(out, opts, name, files, site, dark=None):
     "One output of a code cell; pictures go to `files`."
     if out["output_type"] == "stream":
         text = text_of(out["text"])
@@ -74,9 +133,8 @@ def output(out, opts, name, files, site):
     if "image/png" in data:
         path = f"{PICTURES}/{name}.png"
         files[path] = base64.b64decode(text_of(data["image/png"]))
-        return f"![{opts.get('fig-alt') or opts.get('fig-cap', '')}]({path})" + (
-            f"\n\n*{opts['fig-cap']}*" if opts.get("fig-cap") else ""
-        )
+        picture = shown(opts.get("fig-alt") or opts.get("fig-cap", ""), path, dark)
+        return picture + (f"\n\n*{opts['fig-cap']}*" if opts.get("fig-cap") else "")
     if "text/markdown" in data:
         return markdown_cell(text_of(data["text/markdown"]), site)
     if "text/html" in data:  # what moves in a page stays on the site
@@ -86,14 +144,14 @@ def output(out, opts, name, files, site):
     return ""
 
 
-def code_cell(cell, number, files, site):
+def code_cell(cell, number, files, site, dark=None):
     opts, code = directives(text_of(cell["source"]))
     if {"hide", "default_exp"} & opts.keys() or opts.get("include") == "false":
         return []
     parts = [fence(code, "python")] if code and opts.get("echo") != "false" else []
     if opts.get("output") != "false":
         parts += [
-            output(out, opts, f"output-{number}-{i}", files, site)
+            output(out, opts, f"output-{number}-{i}", files, site, dark)
             for i, out in enumerate(cell.get("outputs", []))
         ]
     return parts
@@ -127,9 +185,12 @@ def build():
         source = text_of(cell["source"])
         labels += re.findall(r"(?:^#\|\s*label:\s*|\{#)((?:fig|eq|tbl)-[\w-]+)", source, re.M)
         if cell["cell_type"] == "markdown":
-            parts.append(markdown_cell(source, site))
+            text = markdown_cell(source, site)
+            title, found, rest = text.partition("\n") if number == 0 else (text, "", "")
+            parts += [title, badges(cfg, site), rest.strip()] if found else [text]
         elif cell["cell_type"] == "code":
-            parts += code_cell(cell, number, files, site)
+            dark = dark_picture(nb, number, files)
+            parts += code_cell(cell, number, files, site, dark)
     return numbered("\n\n".join(part for part in parts if part.strip()), labels) + "\n", files
 
 

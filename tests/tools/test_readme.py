@@ -1,0 +1,94 @@
+"""README's first program runs as it stands there, and prints what stands under it; badges and
+pictures are those of the repository."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from turboquant_nb.evaluation.models import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = json.loads((ROOT / "nbs" / "guide.ipynb").read_text(encoding="utf-8"))
+PROGRAM, PRINTED = re.search(
+    r"^```python\n(.*?)^```\n\n```\n(.*?)^```", README, re.M | re.S
+).groups()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A folder in which transformers finds the embedded model under its name on the hub, in the
+    hub's dtype."""
+    (name,) = re.findall(r'^name = "([^"]+)"', PROGRAM, re.M)
+    commit = "0" * 40
+    place = tmp_path_factory.mktemp("hub") / f"models--{name.replace('/', '--')}"
+    folder = place / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(commit)
+    model, tokenizer = load_model("embedded", progress=False)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return place.parent
+
+
+def run(program, hub):
+    "What a program prints in a process of its own that reaches no hub but this one."
+    env = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_program_prints_what_stands_under_it(hub):
+    assert run(PROGRAM, hub) == PRINTED
+
+
+def test_the_guide_begins_with_the_same_program():
+    "As a cell that runs on Colab, with the same lines under it."
+    cells = [c for c in GUIDE["cells"] if c["cell_type"] == "code"]
+    (cell,) = (c for c in cells if PROGRAM.strip() in "".join(c["source"]))
+    assert "".join(cell["outputs"][0]["text"]) == PRINTED
+
+
+def test_badges_lead_to_what_is_there():
+    "To this repository's workflow, licence, notebook and site, and to no index of packages."
+    sys.path.insert(0, str(ROOT / "scripts" / "tools"))
+    from notebooks import settings, site_address
+
+    cfg = settings(ROOT)
+    home, branch = f"github.com/{cfg['user']}/{cfg['repo']}", cfg["branch"]
+    badges = dict(re.findall(r"^\[!\[([^\]]+)\]\([^)]+\)\]\(([^)]+)\)$", README, re.M))
+    assert badges.pop("Tests") == f"https://{home}/actions/workflows/test.yml"
+    assert badges.pop("Documentation") == site_address(cfg)
+    for address in badges.values():
+        path = re.sub(
+            rf"^https://\S*github(?:\.com)?/{cfg['user']}/{cfg['repo']}/blob/{branch}/",
+            "",
+            address,
+        )
+        assert (ROOT / path).is_file(), address
+    assert "pypi.org" not in README.lower()
+    workflow = (ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8")
+    (pythons,) = (x.removeprefix("Python ") for x in badges if x.startswith("Python"))
+    assert json.loads(re.search(r"python: (\[.*\])", workflow)[1]) == pythons.split(", ")
+
+
+def test_the_figure_has_a_picture_for_either_ground():
+    "Both are there, differ, and stand in one element, whose text says what they show."
+    picture = re.search(r"<picture>.*?</picture>", README, re.S)[0]
+    dark = re.search(
+        r'<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">', picture
+    )[1]
+    light = re.search(r'<img alt="[^"]{100,}" src="([^"]+)" width="600">', picture)[1]
+    one, other = ((ROOT / x).read_bytes() for x in (light, dark))
+    assert one != other and all(x.startswith(b"\x89PNG") for x in (one, other))
+    assert one[16:24] == other[16:24]  # width and height
