@@ -5,8 +5,8 @@ nbdev_test starts notebooks by name. A long one near the end then runs alone whi
 processes wait. It also forgets what the cells print. Here a cell must print what the notebook
 holds. What is read from a file of results is compared as it is: a page cannot show the table of
 a file that has changed since. What is computed differs in its digits from one processor to the
-next, so of other cells the words are compared, and the sizes. Cells marked `#| varies`, as where
-a model writes text, are not compared."""
+next, so of other cells the words are compared, and the sizes. Cells marked `#| varies`, as
+where a model writes text, are not compared."""
 
 import contextlib
 import functools
