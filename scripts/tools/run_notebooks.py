@@ -6,6 +6,7 @@ nbs/ and its folders, in order).
 `#| slow`, `#| notest`, `#| eval: false`) keep the outputs they have, so outputs made on a GPU
 survive a run on a CPU. Exit 1 if a cell fails."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -29,11 +30,12 @@ def skipped(cell):
 
 def run(path):
     """Run one notebook in its own folder and write its outputs back. What it sets of
-    matplotlib's style ends with it."""
+    matplotlib's style ends with it. A font that this machine lacks is nothing for a page."""
     import matplotlib
     from execnb.nbio import read_nb, write_nb
     from execnb.shell import CaptureShell
 
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     os.chdir(path.parent)  # as nbdev_test does: notebooks read ../results
     nb = read_nb(path)
     shell = CaptureShell(path)

@@ -38,11 +38,8 @@ from ..hf.hooks import hooked
 from ..quant.mixed_precision import head_recipes
 
 # %% ../../nbs/83_score.ipynb #6d44b3bb
-_PROTOCOLS = (
-    "decode",
-    "stress",
-    "chunk",
-)  # what is visible to whom: chapter 82; "stress" is all-quantised
+# what is visible to whom, chapter 82: name in code, name on a page
+_PROTOCOLS = {"decode": "decode", "stress": "all-quantised", "chunk": "chunk"}
 
 
 def leading_tokens(tokenizer) -> list:

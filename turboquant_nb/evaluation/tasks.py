@@ -18,7 +18,8 @@ from ..calibration.fit import observing
 from ..hf.hooks import hooked
 from .candidates import Candidate, as_candidate
 from .pairs import Pair, causal_mask, mixed_attention
-from .score import check_windows, leading_tokens, paired, prefill, score
+from .score import _PROTOCOLS, check_windows, leading_tokens
+from .score import paired, prefill, score
 from ..quant.recipe import Recipe, as_recipe
 
 # %% ../../nbs/84_tasks.ipynb #b37c3ddc
@@ -279,7 +280,7 @@ def _kind(rows: list) -> str:
     "Which of the measures rows are of. Raises ValueError for anything else."
     has = dict(lost="answers", percent="perplexity", kl="KL", error="attention")
     kinds = [next((kind for key, kind in has.items() if key in r), None) for r in rows]
-    if not rows or None in kinds or len(set(kinds)) > 1:
+    if len(set(kinds)) != 1 or None in kinds:
         raise ValueError("rows must be of one of the measures of this module, and at least one")
     return kinds[0]
 
@@ -303,7 +304,8 @@ def table_cells(
     lines = [["cache", *["protocol"] * two, *(c[0].replace(",", " ") for c in columns)]]
     for r in rows:
         numbers = [format(r[key], form) if key in r else "–" for _, key, form in columns]
-        lines.append([r["cache"], *[r.get("protocol")] * two, *numbers])
+        protocol = _PROTOCOLS.get(r.get("protocol"))
+        lines.append([r["cache"], *[protocol] * two, *numbers])
     return lines
 
 
@@ -339,7 +341,7 @@ def plot(
     kind, lines = _kind(rows), {}
     x, y, e, xlabel, ylabel = _AXES[kind]
     for r in rows:
-        label = r.get("protocol", r.get("task")) if x == "bits" else r["cache"]
+        label = _PROTOCOLS.get(r.get("protocol"), r.get("task")) if x == "bits" else r["cache"]
         if x != "bits" or r["cache"] != "uncompressed":
             label += f", {r['length']:,} tokens" if "length" in r else ""
             lines.setdefault(label, []).append(r)

@@ -145,8 +145,8 @@ def apply_cos_sin(
     cos_sin: Tensor,  # [..., n, r] of each position: r/2 cosines, then r/2 sines; r ≤ d
     inverse: bool = False,  # undo RoPE
 ) -> Tensor:  # [..., n, d]
-    """RoPE (half-split) of the first r channels by a table; x of one position is taken to all
-    n. Source: as `apply_rope`."""
+    """RoPE (half-split) of the first r channels by a table. An x of one position is rotated to
+    each of n positions. Source: as `apply_rope`."""
     cos, sin = cos_sin.float().chunk(2, -1)
     half, r = cos.shape[-1], cos_sin.shape[-1]
     a, b, sin = x[..., :half], x[..., half:r], -sin if inverse else sin
