@@ -7,8 +7,15 @@
     scripts/tools/preview_docs.py --glossary         write nbs/glossary.js again, after the
                                                      glossary of book.ipynb changed
 
+    scripts/tools/preview_docs.py --only guide.ipynb --only 11_rotation.ipynb
+                                                     these notebooks alone; links from them to
+                                                     others are then not checked
+
 nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures,
-names become links); pandoc, from the pypandoc_binary wheel, turns each into a page with MathML.
+names become links); pandoc, from the pypandoc_binary wheel, turns each into a page. Around it
+stands what Quarto 1.7.34 writes: its themes, its bar with the search and the dark switch, its
+scripts, and KaTeX (scripts/tools/shell; npm brings bootstrap, sass and the search). Without npm
+a plain layout with MathML takes its place, which does not show a defect of Quarto's own parts.
 Then every page is checked: links and anchors resolve, formulas convert, cited figures exist,
 equations are numbered by chapter and cited by a number that there is, no section is empty, no
 directive or fence leaks into the text, pictures stay small, every public name has a section
@@ -21,6 +28,8 @@ wrong. The work happens in a copy of the tree, so no tracked file changes."""
 
 import argparse
 import base64
+import contextlib
+import hashlib
 import html
 import json
 import os
@@ -51,6 +60,8 @@ ASSETS = {".png", ".svg", ".jpg", ".css", ".js", ".woff2"}
 WORKERS = min(4, os.cpu_count() or 1)
 KINDS = {"fig": "Figure", "tbl": "Table"}
 
+SHELL = Path(__file__).with_name("shell")
+PLAIN = Path(__file__).with_name("preview_page.html")
 LAYOUT = Path(__file__).with_name("preview_layout.css")
 MEASURE = Path(__file__).with_name("preview_widths.html")
 ACCESS = Path(__file__).with_name("preview_axe.html")
@@ -63,6 +74,48 @@ class Problems(list):
 
     def add(self, page, message):
         self.append(f"{page}: {message}")
+
+
+# ---------------------------------------------------------------- Quarto's shell
+
+
+def quarto_shell(root=ROOT):
+    """The folder with Quarto's themes and scripts, made by npm and sass and kept in build/ as
+    long as what it is made from is the same; None, and a line that says so, without npm. Under
+    CI that is an error."""
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        if os.environ.get("CI") == "true":
+            sys.exit("the pages cannot be laid out as Quarto does: npm and node are missing")
+        print("npm or node is missing: pages have a plain layout, not Quarto's")
+        return None
+    import yaml
+
+    settings = yaml.safe_load((root / "_quarto.yml").read_text(encoding="utf-8"))
+    chosen = {"html": settings["format"]["html"], "navbar": settings["website"]["navbar"]}
+    named = {x for theme in chosen["html"]["theme"].values() for x in theme}
+    themes = sorted(root / "nbs" / x for x in named if x.endswith(".scss"))
+    sources = sorted(SHELL / x for x in (".npmrc", "build.mjs", "package-lock.json"))
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode())
+    for file in [*sources, *sorted((SHELL / "quarto").iterdir()), *themes]:
+        digest.update(file.read_bytes())
+    made = root / "build" / f"shell-{digest.hexdigest()[:16]}"
+    if made.is_dir():
+        return made
+    made.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as tmp:
+        work = Path(tmp) / "shell"
+        shutil.copytree(SHELL, work, ignore=shutil.ignore_patterns("node_modules"))
+        (work / "settings.json").write_text(json.dumps(chosen), encoding="utf-8")
+        for args in (
+            ["npm", "ci"],
+            ["node", "build.mjs", root / "nbs", "settings.json", "out"],
+        ):
+            done = subprocess.run(args, cwd=work, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{args[0]} {args[1]} failed:\n{done.stderr[-3000:].rstrip()}")
+        with contextlib.suppress(OSError):  # another process was quicker
+            (work / "out").rename(made)
+    return made
 
 
 # ---------------------------------------------------------------- the notebooks as nbdev hands
@@ -170,7 +223,7 @@ def output_markdown(out, opts, where, name, page, problems):
         return (
             text
             if opts.get("output") == "asis"
-            else f"::: {{.cell-output}}\n{fence(text)}\n:::\n"
+            else f"::: {{.cell-output .cell-output-stdout}}\n{fence(text)}\n:::\n"
         )
     data = out.get("data", {})
     if "image/png" in data or "image/svg+xml" in data:
@@ -180,7 +233,10 @@ def output_markdown(out, opts, where, name, page, problems):
     if "text/html" in data:
         return fence(text_of(data["text/html"]), "{=html}") + "\n"
     if "text/plain" in data:
-        return f"::: {{.cell-output}}\n{fence(text_of(data['text/plain']))}\n:::\n"
+        return (
+            "::: {.cell-output .cell-output-display}\n"
+            f"{fence(text_of(data['text/plain']))}\n:::\n"
+        )
     return ""
 
 
@@ -205,7 +261,7 @@ def cell_markdown(cell, number, where, stem, page, problems):
             is_open = " open" if opts["code-fold"] == "show" else ""
             block = (
                 f"```{{=html}}\n<details "
-                f'class="code"{is_open}><summary>{opts.get("code-summary", "Code")}</summary>'
+                f'class="code-fold"{is_open}><summary>{opts.get("code-summary", "Code")}</summary>'
                 f"\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
             )
         parts.append(block)
@@ -215,7 +271,10 @@ def cell_markdown(cell, number, where, stem, page, problems):
             output_markdown(o, opts, where, f"{stem}-{number}-{i}", page, problems)
             for i, o in enumerate(outs)
         ]
-    return "\n".join(parts)
+    text = "\n".join(parts)
+    if not code or opts.get("output") == "asis":
+        return text
+    return f":::::: {{.cell}}\n{text}\n::::::\n"
 
 
 def notebook_markdown(path, page, site, problems):
@@ -267,9 +326,9 @@ def stringify(node):
 
 class Shape:
     """Walks pandoc's tree: numbers figures and tables, resolves @citations of them, sets
-    equations beside their number, rewrites notebook links."""
+    equations beside their number where KaTeX does not, rewrites notebook links."""
 
-    def __init__(self, page, pages, own_site, problems):
+    def __init__(self, page, pages, own_site, problems, mathml=True):
         self.page, self.pages, self.own_site, self.problems, self.numbers = (
             page,
             pages,
@@ -277,6 +336,7 @@ class Shape:
             problems,
             {},
         )
+        self.mathml = mathml
         self.counts = dict.fromkeys(KINDS, 0)
 
     def number(self, label):
@@ -299,7 +359,8 @@ class Shape:
     def first(self, node):
         "First walk: number what carries a label."
         if isinstance(node, list):
-            node[:] = self.equations(node)
+            if self.mathml:
+                node[:] = self.equations(node)
             for item in node:
                 self.first(item)
         elif isinstance(node, dict):
@@ -462,38 +523,107 @@ def beneath(page, address):
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(address)))
 
 
+def item_html(href, text, page, kind):
+    "An entry of a list of pages, as Quarto writes it."
+    active = " active" if page_name(href) == page else ""
+    address = f"{up(page)}{page_name(href)}"
+    return (
+        f'<li class="{kind}-item"><a href="{address}" class="{LINKS[kind]}{active}">'
+        f'<span class="menu-text">{html.escape(text)}</span></a></li>'
+    )
+
+
+LINKS = {"nav": "nav-link", "sidebar": "sidebar-item-text sidebar-link"}
+
+
 def side_html(sections, page):
+    "A sidebar; of its sections the one of the page stands open."
     rows = []
-    for name, items in sections:
-        rows.append(f'<div class="section">{html.escape(name)}</div><ul>')
-        for text, href in items:
-            here = ' class="here"' if page_name(href) == page else ""
-            address = up(page) + page_name(href)
-            rows.append(f'<li><a{here} href="{address}">{html.escape(text)}</a></li>')
-        rows.append("</ul>")
+    for i, (name, items) in enumerate(sections):
+        rows_of_it = "\n".join(item_html(href, text, page, "sidebar") for text, href in items)
+        if not name:
+            rows.append(rows_of_it)
+            continue
+        shown = any(page_name(href) == page for _, href in items)
+        fold = (
+            f'data-bs-toggle="collapse" data-bs-target="#section-{i}" role="navigation" '
+            f'aria-expanded="{str(shown).lower()}"'
+        )
+        rows.append(
+            '<li class="sidebar-item sidebar-item-section"><div class="sidebar-item-container">'
+            f'<a class="sidebar-item-text sidebar-link text-start" {fold}>'
+            f'<span class="menu-text section">{html.escape(name)}</span></a>'
+            f'<a class="sidebar-item-toggle text-start" {fold} aria-label="Toggle section">'
+            '<i class="bi bi-chevron-right ms-2"></i></a></div>'
+            f'<ul id="section-{i}" class="collapse list-unstyled sidebar-section depth1'
+            f'{" show" if shown else ""}">{rows_of_it}</ul></li>'
+        )
     return "\n".join(rows)
+
+
+def crumbs_html(sections, page):
+    "The section of a page and the page, each a link."
+    for name, items in sections:
+        for text, href in items:
+            if page_name(href) == page:
+                found = [(name, items[0][1])] if name else []
+                return "".join(
+                    f'<li class="breadcrumb-item"><a href="{up(page)}{page_name(to)}">'
+                    f"{html.escape(what)}</a></li>"
+                    for what, to in [*found, (text, href)]
+                )
+    return ""
 
 
 def neighbours(sections, page):
     "Links to the page before and after, in reading order."
     order = [item for _, items in sections for item in items]
-    at = [i for i, (_, href) in enumerate(order) if page_name(href) == page]
-    before = order[at[0] - 1] if at and at[0] > 0 else None
-    after = order[at[0] + 1] if at and at[0] + 1 < len(order) else None
-    left = (
-        f'<a href="{up(page)}{page_name(before[1])}">← {html.escape(before[0])}</a>'
-        if before
-        else "<span></span>"
-    )
-    right = (
-        f'<a href="{up(page)}{page_name(after[1])}">{html.escape(after[0])} →</a>'
-        if after
-        else "<span></span>"
-    )
-    return left + right
+    at = next((i for i, (_, href) in enumerate(order) if page_name(href) == page), None)
+    found = []
+    for side, step in (("previous", -1), ("next", 1)):
+        link = ""
+        if at is not None and 0 <= at + step < len(order):
+            text, href = order[at + step]
+            link = (
+                f'<a href="{up(page)}{page_name(href)}" class="pagination-link">'
+                f'<span class="nav-page-text">{html.escape(text)}</span></a>'
+            )
+        found.append(f'<div class="nav-page nav-page-{side}">{link}</div>')
+    return "".join(found)
 
 
-def render(name, processed, site, navigation, pages, cfg, problems):
+# What Quarto adds to pandoc's HTML, as (pattern, its replacement).
+QUARTO = [
+    (
+        r'(<pre class="sourceCode [^"]*)("><code.*?</code>)(</pre>)',
+        r'\1 code-with-copy\2<button title="Copy to Clipboard" class="code-copy-button">'
+        r'<i class="bi"></i></button>\3',
+    ),
+    (r"<figure(?= |>)", '<figure class="quarto-float quarto-float-fig figure"'),
+    (
+        r"<figcaption(?= |>)",
+        '<figcaption class="quarto-float-caption-bottom quarto-float-caption quarto-float-fig"',
+    ),
+    (r"<img(?= )", '<img class="img-fluid figure-img"'),
+    (r"<table(?=>)", '<table class="caption-top table"'),
+    (
+        r'<table([^>]*) class="dataframe([^"]*)"',
+        r'<table\1 class="dataframe\2 caption-top table table-sm table-striped small"',
+    ),
+]
+KATEX = ("katex/katex.min.js", "katex/katex.min.css")
+# as pandoc writes it
+KATEX_HEAD = """<script src="{{up}}katex/katex.min.js"></script>
+<script>document.addEventListener("DOMContentLoaded", function () {
+ const macros = [];
+ for (const x of document.querySelectorAll("span.math")) katex.render(x.firstChild.data, x, {
+  displayMode: x.classList.contains("display"), throwOnError: false, macros, fleqn: false});
+});</script>
+<link rel="stylesheet" href="{{up}}katex/katex.min.css">
+"""
+
+
+def render(name, processed, site, navigation, pages, cfg, shell, problems):
     "One processed notebook to one page."
     page, path = page_name(name), processed / name
     (site / page).parent.mkdir(parents=True, exist_ok=True)
@@ -503,19 +633,21 @@ def render(name, processed, site, navigation, pages, cfg, problems):
         pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems)
         or '{"blocks": []}'
     )
-    shape = Shape(page, pages, site_address(cfg), problems)
+    shape = Shape(page, pages, site_address(cfg), problems, mathml=shell is None)
     shape.empty_sections(tree["blocks"])
     shape.first(tree["blocks"])
     shape.second(tree["blocks"])
     template = site / f".template-{page.replace('/', '-')}"
     template.write_text(PANDOC_TEMPLATE, encoding="utf-8")
+    math = "--mathml" if shell is None else "--katex"
     args = [
         "-f",
         "json",
         "-t",
         "html5",
-        "--mathml",
+        math,
         "--standalone",
+        "--section-divs",
         "--toc",
         "--toc-depth=3",
         f"--template={template}",
@@ -525,35 +657,35 @@ def render(name, processed, site, navigation, pages, cfg, problems):
     parts = pandoc(args, json.dumps(tree), page, problems).split("<!--split-->")
     template.unlink()
     toc, highlight, body = parts if len(parts) == 3 else ("", "", "".join(parts))
-    title, description = str(front.get("title", page)), str(front.get("description", ""))
-    site_title = html.escape(cfg["title"])
-    inline = (
-        pandoc(
-            ["-f", "markdown", "-t", "html5", "--mathml", "--fail-if-warnings"],
-            description,
-            page,
-            problems,
-        )
-        if description
-        else ""
-    )
-    inline = re.sub(r"^<p>|</p>\s*$", "", inline.strip())
-    description_html = f'<p class="description">{inline}</p>' if inline else ""
-    toc_html = f'<div class="section">On this page</div>{toc}' if toc.strip() else ""
-    top_html = "".join(
-        f'<a href="{up(page)}{page_name(href)}">{html.escape(text)}</a>' for text, href in top
-    )
-    text = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)} – {site_title}</title><style>{highlight}</style>
-<link rel="icon" href="{up(page)}favicon.svg"><link rel="stylesheet" href="{up(page)}layout.css"><link rel="stylesheet" href="{up(page)}styles.css"></head>
-<body><header class="bar"><a href="{up(page)}index.html">{site_title}</a><nav>{top_html}<a href="{cfg["git_url"]}">GitHub</a></nav></header>
-<div class="page"><nav class="side">{side_html(sections, page)}</nav>
-<main><h1>{html.escape(title)}</h1>{description_html}
-{body}
-<footer>{neighbours(sections, page)}</footer></main>
-<nav class="toc">{toc_html}</nav></div><script src="{up(page)}glossary.js"></script><script src="{up(page)}site.js"></script></body></html>
-"""
+    args = ["-f", "markdown", "-t", "html5", math, "--fail-if-warnings"]
+    inline = pandoc(args, str(front.get("description", "")), page, problems)
+    crumbs = crumbs_html(sections, page)
+    values = {
+        "math": KATEX_HEAD if shell else "",
+        "title": html.escape(str(front.get("title", page))),
+        "site": html.escape(cfg["title"]),
+        "description": re.sub(r"^<p>|</p>\s*$", "", inline.strip()),
+        "highlighting": highlight,
+        "top": "".join(item_html(href, text, page, "nav") for text, href in top),
+        "repository": cfg["git_url"],
+        "sidebar": side_html(sections, page),
+        "crumbs": crumbs,
+        "title-crumbs": crumbs if crumbs.count("<li") > 1 else "",
+        "toc": toc,
+        "neighbours": neighbours(sections, page),
+        "before": "",
+        "up": up(page),
+    }
+    text = PLAIN.read_text(encoding="utf-8")
+    if shell:
+        text = (SHELL / "page.html").read_text(encoding="utf-8")
+        values["before"] = (shell / "before-body.html").read_text(encoding="utf-8")
+        values["toc"] = toc.replace("<a href", '<a class="nav-link" href')
+        for pattern, replacement in QUARTO:
+            body = re.sub(pattern, replacement, body, flags=re.S)
+    for key, value in values.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
+    text = text.replace("{{body}}", body)  # which may have braces of its own
     (site / page).write_text(finish(text, site_address(cfg), up(page)), encoding="utf-8")
 
 
@@ -580,9 +712,11 @@ class PageReader(HTMLParser):
         if tag == "img":
             self.images.append(attrs.get("src") or "")
         if tag not in self.void:
-            self.stack.append(tag)
+            self.stack.append("math" if "math" in (attrs.get("class") or "").split() else tag)
 
     def handle_endtag(self, tag):
+        if tag == "span" and self.stack[-1:] == ["math"]:  # KaTeX's source
+            tag = "math"
         if tag in self.stack:
             while self.stack and self.stack.pop() != tag:
                 pass
@@ -596,8 +730,6 @@ class PageReader(HTMLParser):
         elif "math" not in inside:
             self.prose.append(data)
 
-
-KATEX = ("katex/katex.min.js", "katex/katex.min.css")
 
 LEAKS = [
     (r"\$\$", "an unrendered $$"),
@@ -954,22 +1086,28 @@ def glossary(tree):
     )
 
 
-def build(tree, site, problems):
-    "All pages of the tree into `site`; returns how many."
+def build(tree, site, problems, only=()):
+    """The pages of the tree into `site`, all or of the notebooks in `only`; returns how many.
+    Those of some are not checked as a whole."""
     cfg, navigation = settings(tree), site_map(tree)
     if (tree / "nbs" / "glossary.js").read_text(encoding="utf-8") != glossary(tree):
         problems.add(
             "glossary.js",
             "is not what the glossary of book.ipynb says: preview_docs.py --glossary writes it",
         )
-    processed = prepare(tree)
+    notebooks = [p.relative_to(tree / cfg["nbs_path"]).as_posix() for p in all_notebooks(tree)]
+    for name in set(notebooks) - set(only or notebooks):
+        (tree / cfg["nbs_path"] / name).unlink()
+    with ThreadPoolExecutor() as pool:  # npm and sass work while nbdev does
+        making = pool.submit(quarto_shell)
+        processed = prepare(tree)
+        shell = making.result()
     nbs = tree / cfg["nbs_path"]
-    notebooks = [p.relative_to(nbs).as_posix() for p in all_notebooks(tree)]
-    for name in notebooks:
+    for name in only or notebooks:
         check_equations(
             name, json.loads((nbs / name).read_text(encoding="utf-8"))["cells"], problems
         )
-    for problem in address_problems(notebooks, processed):
+    for problem in address_problems(only or notebooks, processed):
         problems.add("nbs", problem)
     site.mkdir(parents=True, exist_ok=True)
     for file in processed.rglob("*"):
@@ -978,18 +1116,22 @@ def build(tree, site, problems):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
     shutil.copyfile(LAYOUT, site / "layout.css")
+    if shell:
+        shutil.copytree(shell, site / "shell", ignore=shutil.ignore_patterns("*.html"))
     with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
-        found = [(name, Problems()) for name in notebooks]
+        found = [(name, Problems()) for name in only or notebooks]
         list(
             pool.map(
                 lambda page: render(
-                    page[0], processed, site, navigation, set(notebooks), cfg, page[1]
+                    page[0], processed, site, navigation, set(notebooks), cfg, shell, page[1]
                 ),
                 found,
             )
         )
     for _, more in found:
         problems += more
+    if only:
+        return len(only)
     check(
         site,
         tree,
@@ -1015,6 +1157,9 @@ def main(argv=None):
         "--glossary", action="store_true", help="write nbs/glossary.js, and no page"
     )
     parser.add_argument(
+        "--only", action="append", metavar="NOTEBOOK", help="this notebook alone, from nbs/"
+    )
+    parser.add_argument(
         "--screenshots", type=Path, metavar="DIR", help="also photograph every page"
     )
     args = parser.parse_args(argv)
@@ -1025,8 +1170,8 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as tmp:
         tree, site = Path(tmp) / "tree", Path(tmp) / "site"
         copy_tree(tree)
-        count = build(tree, site, problems)
-        words = shelf_words(tree)
+        count = build(tree, site, problems, args.only)
+        words = shelf_words(ROOT)
         check_words(words, problems)
         measured = check_widths(site, problems) if browser() else None
         if browser():
