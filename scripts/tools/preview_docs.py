@@ -6,7 +6,6 @@
     scripts/tools/preview_docs.py --screenshots DIR  also photograph every page (chromium)
     scripts/tools/preview_docs.py --glossary         write nbs/glossary.js again, after the
                                                      glossary of book.ipynb changed
-
     scripts/tools/preview_docs.py --only guide.ipynb --only 11_rotation.ipynb
                                                      these notebooks alone; links from them to
                                                      others are then not checked
@@ -22,9 +21,10 @@ directive or fence leaks into the text, pictures stay small, every public name h
 that a search can lead to, the sidebar of _quarto.yml names every notebook, no page asks another
 host or loads more than 600 KB, no shelf has more words than its bound. With chromium on
 the PATH every page is also laid out at the widths of a phone and of a laptop, where nothing may
-stick out of the page: what is wide scrolls within itself; and axe reads it, light and dark, and
-may find nothing critical or serious. Exit 1 with a list if anything is
-wrong. The work happens in a copy of the tree, so no tracked file changes."""
+stick out of the page: what is wide scrolls within itself, and nothing that is to be read is
+cut, covered or folded away; the search finds the Manual first; and axe reads every page, light
+and dark, and may find nothing critical or serious. Exit 1 with a list if anything is wrong. The
+work happens in a copy of the tree, so no tracked file changes."""
 
 import argparse
 import base64
@@ -51,8 +51,17 @@ from urllib.parse import unquote, urlsplit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from finish_pages import finish, page_problems
 from notebooks import notebooks as all_notebooks
-from notebooks import directives, fence, page_name, settings, site_address, text_of
-from search_names import entries
+from notebooks import (
+    VOID,
+    directives,
+    fence,
+    page_name,
+    settings,
+    site_address,
+    site_map,
+    text_of,
+)
+from search_names import index_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PICTURE = 100_000
@@ -80,23 +89,28 @@ class Problems(list):
 
 
 def quarto_shell(root=ROOT):
-    """The folder with Quarto's themes and scripts, made by npm and sass and kept in build/ as
-    long as what it is made from is the same; None, and a line that says so, without npm. Under
-    CI that is an error."""
-    if shutil.which("npm") is None or shutil.which("node") is None:
+    "The folder with Quarto's themes and scripts; None, and why, without npm: in CI an error."
+    try:
+        return made_shell(root)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        said = f"needs npm: {error} {getattr(error, 'stderr', '')[-2000:]}"
         if os.environ.get("CI") == "true":
-            sys.exit("the pages cannot be laid out as Quarto does: npm and node are missing")
-        print("npm or node is missing: pages have a plain layout, not Quarto's")
+            sys.exit(f"The layout of Quarto {said}")
+        print(f"Pages have a plain layout, that of Quarto {said}")
         return None
+
+
+def made_shell(root):
+    """Quarto's themes, compiled with ours, and its scripts: made by npm and sass, and kept in
+    build/ as long as what they are made from is the same."""
     import yaml
 
     settings = yaml.safe_load((root / "_quarto.yml").read_text(encoding="utf-8"))
     chosen = {"html": settings["format"]["html"], "navbar": settings["website"]["navbar"]}
     named = {x for theme in chosen["html"]["theme"].values() for x in theme}
-    themes = sorted(root / "nbs" / x for x in named if x.endswith(".scss"))
-    sources = sorted(SHELL / x for x in (".npmrc", "build.mjs", "package-lock.json"))
+    themes = [root / "nbs" / x for x in named if x.endswith(".scss")]
     digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode())
-    for file in [*sources, *sorted((SHELL / "quarto").iterdir()), *themes]:
+    for file in sorted([*SHELL.glob("*.*"), *(SHELL / "quarto").iterdir(), *themes]):
         digest.update(file.read_bytes())
     made = root / "build" / f"shell-{digest.hexdigest()[:16]}"
     if made.is_dir():
@@ -106,13 +120,9 @@ def quarto_shell(root=ROOT):
         work = Path(tmp) / "shell"
         shutil.copytree(SHELL, work, ignore=shutil.ignore_patterns("node_modules"))
         (work / "settings.json").write_text(json.dumps(chosen), encoding="utf-8")
-        for args in (
-            ["npm", "ci"],
-            ["node", "build.mjs", root / "nbs", "settings.json", "out"],
-        ):
-            done = subprocess.run(args, cwd=work, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{args[0]} {args[1]} failed:\n{done.stderr[-3000:].rstrip()}")
+        build = ["node", "build.mjs", root / "nbs", "settings.json", "out"]
+        for args in (["npm", "ci"], build):
+            subprocess.run(args, cwd=work, capture_output=True, text=True, check=True)
         with contextlib.suppress(OSError):  # another process was quicker
             (work / "out").rename(made)
     return made
@@ -259,11 +269,9 @@ def cell_markdown(cell, number, where, stem, page, problems):
         block = fence(code, "python") + "\n"
         if opts.get("code-fold") in ("true", "show"):
             is_open = " open" if opts["code-fold"] == "show" else ""
-            block = (
-                f"```{{=html}}\n<details "
-                f'class="code-fold"{is_open}><summary>{opts.get("code-summary", "Code")}</summary>'
-                f"\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
-            )
+            summary = opts.get("code-summary", "Code")
+            fold = f'<details class="code-fold"{is_open}><summary>{summary}</summary>'
+            block = f"```{{=html}}\n{fold}\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
         parts.append(block)
     if opts.get("output") != "false":
         outs = cell.get("outputs", [])
@@ -480,27 +488,6 @@ class Shape:
 # ---------------------------------------------------------------- pages
 
 
-def site_map(tree):
-    """The hand-written navigation: the bar [(text, notebook)] and the sidebars, each [(section,
-    [(text, notebook)])]."""
-    import yaml
-
-    website = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
-    bars = []
-    for bar in website["sidebar"]:
-        entries = [
-            (entry.get("section", ""), entry.get("contents", [entry]))
-            for entry in bar["contents"]
-        ]
-        bars.append(
-            [
-                (name, [(item["text"], item["href"]) for item in items])
-                for name, items in entries
-            ]
-        )
-    return [(item["text"], item["href"]) for item in website["navbar"]["left"]], bars
-
-
 def beside(bars, page):
     "The sidebar that names a page; the first one for a page that none names."
     return next(
@@ -523,17 +510,22 @@ def beneath(page, address):
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(address)))
 
 
+LINKS = {  # Quarto's classes of an entry of a list of pages, and of its text
+    "nav": ("nav-link", "menu-text"),
+    "sidebar": ("sidebar-item-text sidebar-link", "menu-text"),
+    "page": ("pagination-link", "nav-page-text"),
+}
+
+
 def item_html(href, text, page, kind):
-    "An entry of a list of pages, as Quarto writes it."
+    "A link to a page in the bar, in a sidebar or at the end of a page."
+    link, inner = LINKS[kind]
     active = " active" if page_name(href) == page else ""
-    address = f"{up(page)}{page_name(href)}"
-    return (
-        f'<li class="{kind}-item"><a href="{address}" class="{LINKS[kind]}{active}">'
-        f'<span class="menu-text">{html.escape(text)}</span></a></li>'
+    found = (
+        f'<a href="{up(page)}{page_name(href)}" class="{link}{active}">'
+        f'<span class="{inner}">{html.escape(text)}</span></a>'
     )
-
-
-LINKS = {"nav": "nav-link", "sidebar": "sidebar-item-text sidebar-link"}
+    return found if kind == "page" else f'<li class="{kind}-item">{found}</li>'
 
 
 def side_html(sections, page):
@@ -563,39 +555,39 @@ def side_html(sections, page):
 
 def crumbs_html(sections, page):
     "The section of a page and the page, each a link."
-    for name, items in sections:
-        for text, href in items:
-            if page_name(href) == page:
-                found = [(name, items[0][1])] if name else []
-                return "".join(
-                    f'<li class="breadcrumb-item"><a href="{up(page)}{page_name(to)}">'
-                    f"{html.escape(what)}</a></li>"
-                    for what, to in [*found, (text, href)]
-                )
-    return ""
+    crumbs = next(
+        (
+            [(name, items[0][1])] * bool(name) + [(text, href)]
+            for name, items in sections
+            for text, href in items
+            if page_name(href) == page
+        ),
+        [],
+    )
+    return "".join(
+        f'<li class="breadcrumb-item"><a href="{up(page)}{page_name(href)}">'
+        f"{html.escape(text)}</a></li>"
+        for text, href in crumbs
+    )
 
 
 def neighbours(sections, page):
     "Links to the page before and after, in reading order."
     order = [item for _, items in sections for item in items]
-    at = next((i for i, (_, href) in enumerate(order) if page_name(href) == page), None)
-    found = []
-    for side, step in (("previous", -1), ("next", 1)):
-        link = ""
-        if at is not None and 0 <= at + step < len(order):
-            text, href = order[at + step]
-            link = (
-                f'<a href="{up(page)}{page_name(href)}" class="pagination-link">'
-                f'<span class="nav-page-text">{html.escape(text)}</span></a>'
-            )
-        found.append(f'<div class="nav-page nav-page-{side}">{link}</div>')
-    return "".join(found)
+    pages = [page_name(href) for _, href in order]
+    around = ["", *(item_html(href, text, page, "page") for text, href in order), ""]
+    at = pages.index(page) if page in pages else -1
+    before, after = (around[at], around[at + 2]) if at >= 0 else ("", "")
+    return (
+        f'<div class="nav-page nav-page-previous">{before}</div>'
+        f'<div class="nav-page nav-page-next">{after}</div>'
+    )
 
 
 # What Quarto adds to pandoc's HTML, as (pattern, its replacement).
 QUARTO = [
     (
-        r'(<pre class="sourceCode [^"]*)("><code.*?</code>)(</pre>)',
+        r'(<pre\s+class="sourceCode [^"]*)("><code.*?</code>)(</pre>)',
         r'\1 code-with-copy\2<button title="Copy to Clipboard" class="code-copy-button">'
         r'<i class="bi"></i></button>\3',
     ),
@@ -611,7 +603,6 @@ QUARTO = [
         r'<table\1 class="dataframe\2 caption-top table table-sm table-striped small"',
     ),
 ]
-KATEX = ("katex/katex.min.js", "katex/katex.min.css")
 # as pandoc writes it
 KATEX_HEAD = """<script src="{{up}}katex/katex.min.js"></script>
 <script>document.addEventListener("DOMContentLoaded", function () {
@@ -623,11 +614,26 @@ KATEX_HEAD = """<script src="{{up}}katex/katex.min.js"></script>
 """
 
 
+def page_text(shell, values, body):
+    "A page: Quarto's, or a plain one, with values in place of their names in double braces."
+    text = PLAIN.read_text(encoding="utf-8")
+    if shell:
+        text = (SHELL / "page.html").read_text(encoding="utf-8")
+        before = (shell / "before-body.html").read_text(encoding="utf-8")
+        toc = values["toc"].replace("<a href", '<a class="nav-link" href')
+        values = {"math": KATEX_HEAD, "before": before} | values | {"toc": toc}
+        for pattern, replacement in QUARTO:
+            body = re.sub(pattern, replacement, body, flags=re.S)
+    for key, value in values.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
+    return text.replace("{{body}}", body)  # which may have braces of its own
+
+
 def render(name, processed, site, navigation, pages, cfg, shell, problems):
     "One processed notebook to one page."
     page, path = page_name(name), processed / name
     (site / page).parent.mkdir(parents=True, exist_ok=True)
-    top, sections = navigation[0], beside(navigation[1], page)
+    top, sections = navigation[0], beside([*navigation[1].values()], page)
     front, markdown = notebook_markdown(path, page, site, problems)
     tree = json.loads(
         pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems)
@@ -661,7 +667,6 @@ def render(name, processed, site, navigation, pages, cfg, shell, problems):
     inline = pandoc(args, str(front.get("description", "")), page, problems)
     crumbs = crumbs_html(sections, page)
     values = {
-        "math": KATEX_HEAD if shell else "",
         "title": html.escape(str(front.get("title", page))),
         "site": html.escape(cfg["title"]),
         "description": re.sub(r"^<p>|</p>\s*$", "", inline.strip()),
@@ -673,19 +678,9 @@ def render(name, processed, site, navigation, pages, cfg, shell, problems):
         "title-crumbs": crumbs if crumbs.count("<li") > 1 else "",
         "toc": toc,
         "neighbours": neighbours(sections, page),
-        "before": "",
         "up": up(page),
     }
-    text = PLAIN.read_text(encoding="utf-8")
-    if shell:
-        text = (SHELL / "page.html").read_text(encoding="utf-8")
-        values["before"] = (shell / "before-body.html").read_text(encoding="utf-8")
-        values["toc"] = toc.replace("<a href", '<a class="nav-link" href')
-        for pattern, replacement in QUARTO:
-            body = re.sub(pattern, replacement, body, flags=re.S)
-    for key, value in values.items():
-        text = text.replace(f"{{{{{key}}}}}", value)
-    text = text.replace("{{body}}", body)  # which may have braces of its own
+    text = page_text(shell, values, body)
     (site / page).write_text(finish(text, site_address(cfg), up(page)), encoding="utf-8")
 
 
@@ -695,23 +690,20 @@ def render(name, processed, site, navigation, pages, cfg, shell, problems):
 class PageReader(HTMLParser):
     "Collects ids, links, pictures and the text that a reader sees outside code and formulas."
 
-    void = {"img", "br", "hr", "meta", "link", "input", "col", "wbr"}
-
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.ids, self.tags = set(), set()
+        self.ids = set()
         self.links, self.images, self.prose, self.code, self.stack = [], [], [], [], []
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        self.tags.add(tag)
         if attrs.get("id"):
             self.ids.add(attrs["id"])
         if tag == "a" and "href" in attrs:
             self.links.append(attrs["href"] or "")
         if tag == "img":
             self.images.append(attrs.get("src") or "")
-        if tag not in self.void:
+        if tag not in VOID:
             self.stack.append("math" if "math" in (attrs.get("class") or "").split() else tag)
 
     def handle_endtag(self, tag):
@@ -812,9 +804,7 @@ def check(site, tree, sections, notebooks, cfg, problems):
     for page, reader in readers.items():
         check_leaks(page, reader, problems)
         check_links(page, reader, readers, site, tree, absent, cfg, problems)
-        # the published page shows its formulas by KaTeX
-        also = KATEX if "math" in reader.tags else ()
-        for message in page_problems(site, page, also):
+        for message in page_problems(site, page):
             problems.add(page, message)
     for name in notebooks:
         if name not in listed:
@@ -901,11 +891,8 @@ def prose_words(markdown):
 
 def shelf_words(tree):
     "{shelf: words of the prose of its notebooks}, and those of all shelves."
-    import yaml
-
-    bars = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
     found = {}
-    for bar, sections in zip(bars["sidebar"], site_map(tree)[1]):
+    for shelf, sections in site_map(tree)[1].items():
         cells = [
             cell
             for _, items in sections
@@ -914,7 +901,7 @@ def shelf_words(tree):
             for cell in json.loads((tree / "nbs" / name).read_text(encoding="utf-8"))["cells"]
             if cell["cell_type"] == "markdown"
         ]
-        found[bar["id"]] = sum(prose_words(text_of(cell["source"])) for cell in cells)
+        found[shelf] = sum(prose_words(text_of(cell["source"])) for cell in cells)
     return found | {"all": sum(found.values())}
 
 
@@ -993,11 +980,17 @@ def pages_of(site):
     return sorted(p.relative_to(site).as_posix() for p in site.rglob("[!.]*.html"))
 
 
-def check_widths(site, problems, seconds=120):
-    """Lay every page out at WIDTHS; what sticks out, overlaps or wraps is a problem. Returns
-    how many pages were measured."""
+# What people search for; the first page found must be one of the Manual.
+SEARCHES = ("2 bits", "two bits", "vLLM", "perplexity", "Qwen3")
+
+
+def check_widths(site, problems, seconds=300, searches=()):
+    """Lay every page out at WIDTHS; what sticks out, overlaps, wraps or is cut is a problem,
+    and a search whose first result is no page of the Manual. Returns how many pages were
+    measured."""
     pages = pages_of(site)
     text = MEASURE.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
+    text = text.replace("SEARCHES", json.dumps(searches), 1)
     found = in_browser(site, text.replace("WIDTHS", json.dumps(WIDTHS), 1), seconds)
     if found is None:
         problems.add("widths", f"chromium measured nothing in {seconds} s")
@@ -1012,11 +1005,12 @@ SCHEMES = {"light": 1, "dark": 0}
 
 
 def check_access(site, problems, pages=None, seconds=1200):
-    """Run axe on pages at the width of a phone, light and dark, with everything unfolded: a
+    """Run axe on pages with everything unfolded, light and dark, at the width of a phone and,
+    as far as it is another there, at that of a laptop: the bar, the lists beside the text. A
     finding that is critical or serious is a problem. Returns how many pages were read."""
     pages = pages_of(site) if pages is None else pages
     text = ACCESS.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
-    text = text.replace("WIDTH", str(WIDTHS[0]), 1)
+    text = text.replace("WIDTHS", json.dumps(WIDTHS), 1)
     copied = site / ".axe.min.js"
     shutil.copyfile(AXE, copied)
 
@@ -1031,9 +1025,11 @@ def check_access(site, problems, pages=None, seconds=1200):
         if found is None:
             problems.add("axe", f"chromium read nothing in {seconds} s ({name})")
             return 0
-        for page, rule, impact, count, where, message in found:
+        for page, width, rule, impact, count, where, message in found:
             problems.add(
-                page, f"axe, {name}: {rule} ({impact}, {count} times): {where}: {message}"
+                page,
+                f"axe, {name}, {width} px: {rule} ({impact}, {count} times): {where}: "
+                f"{message}",
             )
     return len(pages)
 
@@ -1130,18 +1126,20 @@ def build(tree, site, problems, only=()):
         )
     for _, more in found:
         problems += more
+    index, missing = index_of(site, tree)
+    (site / "search.json").write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
     if only:
         return len(only)
+    for name in missing:
+        problems.add("search", f"no section for the public name {name}")
     check(
         site,
         tree,
-        [section for bar in navigation[1] for section in bar],
+        [section for bar in navigation[1].values() for section in bar],
         notebooks,
         cfg,
         problems,
     )
-    for name in entries(site, tree)[1]:
-        problems.add("search", f"no section for the public name {name}")
     return len(notebooks)
 
 
@@ -1173,8 +1171,9 @@ def main(argv=None):
         count = build(tree, site, problems, args.only)
         words = shelf_words(ROOT)
         check_words(words, problems)
-        measured = check_widths(site, problems) if browser() else None
+        measured = None
         if browser():
+            measured = check_widths(site, problems, searches=SEARCHES * (not args.only))
             check_access(site, problems)
         if not args.check:
             shutil.rmtree(args.out, ignore_errors=True)

@@ -28,7 +28,7 @@ $code-copy-selector: ${html["code-copy"] === true ? '""' : '"pre.sourceCode:hove
 $code-white-space: ${html["code-overflow"] === "wrap" ? "pre-wrap" : "pre"} !default; $tbl-cap-location: top !default;
 $navbar-bg: ${navbar.background} !default; $navbar-fg: ${navbar.foreground} !default; $sidebar-border: false !default;
 $sidebar-bg: if(variable-exists(body-bg), $body-bg, #fff) !default;`;
-const grid = Object.entries({...html.grid, "column-gutter-width": html.grid["gutter-width"]}).map(([name, value]) => `$grid-${name}: ${value} !default;`).join("\n");
+const grid = Object.entries({...html.grid, "column-gutter-width": html.grid["gutter-width"]}).map(([name, value]) => `$grid-${name}: ${value};`).join("\n");
 const monospace = `
 $font-family-monospace: SFMono-Regular, Menlo, Monaco, Consolas, "Liberation Mono", "Courier New", monospace !default;
 :root { --quarto-font-monospace: #{inspect($font-family-monospace)}; }`;
