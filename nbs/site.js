@@ -1,7 +1,8 @@
 // What the pages of the site do beyond text: shared by Quarto and scripts/tools/preview_docs.py. Without it everything stays open and readable.
 (() => {
-  const results = /^\s*9\d/.test(document.querySelector("main h1")?.textContent); // a page of results shows what was found; its code waits
-  const LONG = results ? 0 : matchMedia("(max-width: 767px)").matches ? 8 : 30; // lines of source that may stand open
+  const title = document.querySelector("main h1")?.textContent || "", phone = matchMedia("(max-width: 767px)").matches;
+  // Lines of source that may stand open: a page of results shows what was found, its code waits; what has no number is the Manual, whose code is to be typed.
+  const LONG = /^\s*9\d/.test(title) ? 0 : phone && /^\s*\d/.test(title) ? 8 : 30;
   const wrap = (node, summary, cls) => {
     const details = document.createElement("details"), head = document.createElement("summary");
     details.className = cls;
@@ -10,8 +11,23 @@
     details.append(head, node);
   };
 
-  // Quarto's search is a button without a name.
-  document.querySelectorAll("#quarto-search button:not([aria-label])").forEach(x => x.setAttribute("aria-label", "Search"));
+  // Quarto's script makes the search after this one has run: a button and a box, both without a name.
+  addEventListener("load", () => document.querySelectorAll("#quarto-search :is(button, .aa-Autocomplete)").forEach(x => (x.ariaLabel ||= "Search")));
+
+  // What is found: a name of code that is the query, then the Manual, a plain word that is a name, the other shelves; `rank` is written by search_names.py.
+  if (window.Fuse) {
+    const search = Fuse.prototype.search;
+    Fuse.prototype.search = function (query, options) {
+      const words = query.trim().toLowerCase(), fields = item => [item.section || item.title, item.title, item.text].map(x => (x || "").toLowerCase());
+      const place = ({item}) => {
+        const [name, ...others] = fields(item);
+        if (name === words && item.rank) return /[._]|[a-z][A-Z]/.test(query) ? -1 : 0.5;
+        return [name, ...others].some(x => x.includes(words)) ? item.rank ?? 9 : 9;
+      };
+      const found = search.call(this, query, {...options, limit: -1}).map(x => [place(x), x]);
+      return found.sort((a, b) => a[0] - b[0]).slice(0, options?.limit).map(x => x[1]); // of one place in Fuse's order
+    };
+  }
 
   // Exported source has a fold of its own, which stands open where it is short.
   for (const fold of document.querySelectorAll("main details[open]:has(div.sourceCode)"))
@@ -22,7 +38,7 @@
     const text = block.textContent.trimEnd(), lines = text.split("\n").length;
     if (lines <= LONG || block.closest("details")) continue;
     const names = [...text.matchAll(/^(?:class|(?:async )?def)\s+(\w+)/gm)].map(m => m[1]);
-    wrap(block, `Source${names.length ? " of " + names.slice(0, 4).join(", ") + (names.length > 4 ? " …" : "") : ""}, ${lines} lines`, "tq-source");
+    wrap(block, `Code${names.length ? " of " + names.slice(0, 4).join(", ") + (names.length > 4 ? " …" : "") : ""}, ${lines} lines`, "tq-source");
   }
 
   // `raised …` lines are tests of refusals that passed: they are counted, and shown on request.
@@ -36,6 +52,25 @@
     pre.after(copy);
     if (!code.textContent.trim()) pre.remove();
     wrap(copy, raised.length === 1 ? "refused or told apart, as it must be" : `${raised.length} cases refused or told apart, as they must be`, "tq-raised");
+  }
+
+  // A line of an output that is too long for its column breaks, unless it is a row of a table.
+  for (const pre of document.querySelectorAll(".cell-output pre"))
+    if (!pre.textContent.split("\n").some(x => x.length > 90 && (x.trim().match(/ {2,}/g) || []).length > 2)) pre.classList.add("tq-wrap");
+
+  // Numbers in tables: a column of them to the right, none broken, minus signs that are some.
+  const NUMBER = /^[<>≤≥~≈±×+−]*\s*\.?\d[\d.,]*(?:\s?[%×xkMG])?(?:\s*(?:±|to|–|\/|of)\s*[+−]?\.?\d[\d.,]*\s?%?)*$/, NONE = /^[—–-]?$/;
+  for (const table of document.querySelectorAll("main table")) {
+    const rows = [...table.rows], body = rows.filter(row => row.querySelector("td"));
+    for (const cell of body.flatMap(row => [...row.cells])) {
+      const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT, n => (n.parentElement.closest("code, .katex, script, style") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT));
+      while (walker.nextNode()) walker.currentNode.data = walker.currentNode.data.replace(/(^|[\s(±])-(?=\.?\d)/g, "$1−");
+      if (cell.textContent.trim().length < 19 && /^[+−±]?\.?\d/.test(cell.textContent.trim())) cell.classList.add("tq-short");
+    }
+    for (let column = 0; column < (body[0]?.cells.length || 0); column++) {
+      const texts = body.map(row => (row.cells[column]?.textContent || "").trim());
+      if (texts.some(x => NUMBER.test(x)) && texts.every(x => NUMBER.test(x) || NONE.test(x))) rows.forEach(row => row.cells[column]?.classList.add("tq-number"));
+    }
   }
 
   // Tables with a head and several rows are sorted by a click on the head; numbers by their value.
@@ -114,10 +149,9 @@
 
   // What scrolls within itself can be reached by the keyboard.
   const reach = () => {
-    for (const x of document.querySelectorAll("main :is(pre, table, p, li, math, .katex-display, div.sourceCode)"))
+    for (const x of document.querySelectorAll("main :is(pre, code, table, p, li, figure, math, .katex-display, div.sourceCode)"))
       if (x.scrollWidth > x.clientWidth && /auto|scroll/.test(getComputedStyle(x).overflowX)) x.tabIndex = 0;
   };
-  addEventListener("load", reach);
   addEventListener("resize", reach);
   document.addEventListener("toggle", reach, true);
 
@@ -136,10 +170,10 @@
     details.append(summary, ...rest);
     return details;
   };
-  if (main && matchMedia("(max-width: 767px)").matches && main.clientHeight > 16 * innerHeight) {
+  const foldSections = screen => {
     const heads = [...main.querySelectorAll("h2")].filter(x => !x.closest("details, nav, header, .tq-live"));
     const shown = x => x.matches?.("figure, :has(figure img)");
-    const tall = heads.map(x => x.getBoundingClientRect().top).map((top, i, tops) => ((tops[i + 1] || main.getBoundingClientRect().bottom) - top) / innerHeight);
+    const tall = heads.map(x => x.getBoundingClientRect().top).map((top, i, tops) => ((tops[i + 1] || main.getBoundingClientRect().bottom) - top) / screen);
     const upTo = n => tall.slice(0, n).reduce((a, x) => a + x, 0), first = heads.findIndex(x => under(x).some(shown));
     const open = first >= 0 && upTo(first + 1) < 6 ? first + 1 : tall[0] < 3 ? 1 : 0;
     heads.forEach((head, i) => {
@@ -147,7 +181,7 @@
       const details = foldAt(head);
       if (tall[i] > 5) [...details.querySelectorAll("h3")].forEach(foldAt);
     });
-  }
+  };
 
   // A link opens what it leads into; one to a method that has no section of its own leads to its class or function.
   const find = () => {
@@ -159,4 +193,24 @@
   };
   addEventListener("hashchange", find);
   find();
+
+  // Formulas and pictures have their size only now; a phone that shows a wide page smaller says a larger `innerHeight`.
+  addEventListener("load", () => {
+    // The number of an equation stands beside what scrolls, not at its far end.
+    for (const tag of document.querySelectorAll("main .katex-display .katex-html > :is(.tag, .katex-tag)")) {
+      const number = document.createElement("span"), display = tag.closest(".katex-display");
+      number.className = "tq-tag";
+      number.setAttribute("aria-hidden", "true"); // KaTeX says it in its MathML
+      number.textContent = tag.textContent;
+      tag.remove();
+      display.classList.add("tq-tagged");
+      display.parentElement.append(number);
+    }
+    const screen = Math.min(innerHeight, window.screen.height);
+    if (main && phone && main.clientHeight > 16 * screen) {
+      foldSections(screen);
+      find();
+    }
+    reach();
+  });
 })();

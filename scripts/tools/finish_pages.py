@@ -125,22 +125,16 @@ def size(path):
     return len(gzip.compress(data, mtime=0) if path.suffix in TEXT else data)
 
 
-def weight(site, page, also=()):
-    """What a first visit of a page loads, (bytes, file) with the heaviest first; `also` names
-    files that this rendering leaves out."""
-    files = loads(site, page)[0]
-    for name in also:
-        files.add(name)
-        for x in in_style(read(site / name)) if name.endswith(".css") else ():
-            files.add(posixpath.join(posixpath.dirname(name), x))
-    return sorted(((size(site / x), x) for x in files), reverse=True)
+def weight(site, page):
+    "What a first visit of a page loads, (bytes, file) with the heaviest first."
+    return sorted(((size(site / x), x) for x in loads(site, page)[0]), reverse=True)
 
 
-def page_problems(site, page, also=()):
+def page_problems(site, page):
     "What one page loads that it should not."
     for address in sorted(loads(site, page)[1]):
         yield f"loads {address} from another host"
-    heavy = weight(site, page, also)
+    heavy = [x for x in weight(site, page) if not x[1].startswith("shell/")]  # Quarto's own
     total = sum(n for n, _ in heavy)
     if total > MAX_PAGE:
         parts = ", ".join(f"{x} {n // 1000} KB" for n, x in heavy[:4])

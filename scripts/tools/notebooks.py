@@ -4,6 +4,8 @@ import re
 from configparser import ConfigParser
 from pathlib import Path, PurePosixPath
 
+VOID = {"img", "br", "hr", "meta", "link", "input", "col", "wbr"}  # tags without an end
+
 
 def settings(root):
     "settings.ini as a dict."
@@ -53,3 +55,19 @@ def page_name(path):
     path = PurePosixPath(path)
     name = re.sub(r"^\d+[a-zA-Z0-9]*_", "", path.stem) + ".html"
     return path.with_name(name).as_posix()
+
+
+def site_map(root):
+    """The hand-written navigation of _quarto.yml: the bar [(text, notebook)] and the shelves,
+    {id: [(section, [(text, notebook)])]}."""
+    import yaml
+
+    website = yaml.safe_load((root / "_quarto.yml").read_text(encoding="utf-8"))["website"]
+    shelves = {
+        bar["id"]: [
+            (x.get("section", ""), [(y["text"], y["href"]) for y in x.get("contents", [x])])
+            for x in bar["contents"]
+        ]
+        for bar in website["sidebar"]
+    }
+    return [(item["text"], item["href"]) for item in website["navbar"]["left"]], shelves

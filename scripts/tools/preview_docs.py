@@ -6,21 +6,30 @@
     scripts/tools/preview_docs.py --screenshots DIR  also photograph every page (chromium)
     scripts/tools/preview_docs.py --glossary         write nbs/glossary.js again, after the
                                                      glossary of book.ipynb changed
+    scripts/tools/preview_docs.py --only guide.ipynb --only 11_rotation.ipynb
+                                                     these notebooks alone; links from them to
+                                                     others are then not checked
 
 nbdev prepares the notebooks exactly as it does for Quarto (exported cells become signatures,
-names become links); pandoc, from the pypandoc_binary wheel, turns each into a page with MathML.
+names become links); pandoc, from the pypandoc_binary wheel, turns each into a page. Around it
+stands what Quarto 1.7.34 writes: its themes, its bar with the search and the dark switch, its
+scripts, and KaTeX (scripts/tools/shell; npm brings bootstrap, sass and the search). Without npm
+a plain layout with MathML takes its place, which does not show a defect of Quarto's own parts.
 Then every page is checked: links and anchors resolve, formulas convert, cited figures exist,
 equations are numbered by chapter and cited by a number that there is, no section is empty, no
 directive or fence leaks into the text, pictures stay small, every public name has a section
 that a search can lead to, the sidebar of _quarto.yml names every notebook, no page asks another
 host or loads more than 600 KB, no shelf has more words than its bound. With chromium on
 the PATH every page is also laid out at the widths of a phone and of a laptop, where nothing may
-stick out of the page: what is wide scrolls within itself; and axe reads it, light and dark, and
-may find nothing critical or serious. Exit 1 with a list if anything is
-wrong. The work happens in a copy of the tree, so no tracked file changes."""
+stick out of the page: what is wide scrolls within itself, and nothing that is to be read is
+cut, covered or folded away; the search finds the Manual first; and axe reads every page, light
+and dark, and may find nothing critical or serious. Exit 1 with a list if anything is wrong. The
+work happens in a copy of the tree, so no tracked file changes."""
 
 import argparse
 import base64
+import contextlib
+import hashlib
 import html
 import json
 import os
@@ -42,8 +51,17 @@ from urllib.parse import unquote, urlsplit
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from finish_pages import finish, page_problems
 from notebooks import notebooks as all_notebooks
-from notebooks import directives, fence, page_name, settings, site_address, text_of
-from search_names import entries
+from notebooks import (
+    VOID,
+    directives,
+    fence,
+    page_name,
+    settings,
+    site_address,
+    site_map,
+    text_of,
+)
+from search_names import index_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_PICTURE = 100_000
@@ -51,6 +69,8 @@ ASSETS = {".png", ".svg", ".jpg", ".css", ".js", ".woff2"}
 WORKERS = min(4, os.cpu_count() or 1)
 KINDS = {"fig": "Figure", "tbl": "Table"}
 
+SHELL = Path(__file__).with_name("shell")
+PLAIN = Path(__file__).with_name("preview_page.html")
 LAYOUT = Path(__file__).with_name("preview_layout.css")
 MEASURE = Path(__file__).with_name("preview_widths.html")
 ACCESS = Path(__file__).with_name("preview_axe.html")
@@ -63,6 +83,49 @@ class Problems(list):
 
     def add(self, page, message):
         self.append(f"{page}: {message}")
+
+
+# ---------------------------------------------------------------- Quarto's shell
+
+
+def quarto_shell(root=ROOT):
+    "The folder with Quarto's themes and scripts; None, and why, without npm: in CI an error."
+    try:
+        return made_shell(root)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        said = f"needs npm: {error} {getattr(error, 'stderr', '')[-2000:]}"
+        if os.environ.get("CI") == "true":
+            sys.exit(f"The layout of Quarto {said}")
+        print(f"Pages have a plain layout, that of Quarto {said}")
+        return None
+
+
+def made_shell(root):
+    """Quarto's themes, compiled with ours, and its scripts: made by npm and sass, and kept in
+    build/ as long as what they are made from is the same."""
+    import yaml
+
+    settings = yaml.safe_load((root / "_quarto.yml").read_text(encoding="utf-8"))
+    chosen = {"html": settings["format"]["html"], "navbar": settings["website"]["navbar"]}
+    named = {x for theme in chosen["html"]["theme"].values() for x in theme}
+    themes = [root / "nbs" / x for x in named if x.endswith(".scss")]
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode())
+    for file in sorted([*SHELL.glob("*.*"), *(SHELL / "quarto").iterdir(), *themes]):
+        digest.update(file.read_bytes())
+    made = root / "build" / f"shell-{digest.hexdigest()[:16]}"
+    if made.is_dir():
+        return made
+    made.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=made.parent) as tmp:
+        work = Path(tmp) / "shell"
+        shutil.copytree(SHELL, work, ignore=shutil.ignore_patterns("node_modules"))
+        (work / "settings.json").write_text(json.dumps(chosen), encoding="utf-8")
+        build = ["node", "build.mjs", root / "nbs", "settings.json", "out"]
+        for args in (["npm", "ci"], build):
+            subprocess.run(args, cwd=work, capture_output=True, text=True, check=True)
+        with contextlib.suppress(OSError):  # another process was quicker
+            (work / "out").rename(made)
+    return made
 
 
 # ---------------------------------------------------------------- the notebooks as nbdev hands
@@ -170,7 +233,7 @@ def output_markdown(out, opts, where, name, page, problems):
         return (
             text
             if opts.get("output") == "asis"
-            else f"::: {{.cell-output}}\n{fence(text)}\n:::\n"
+            else f"::: {{.cell-output .cell-output-stdout}}\n{fence(text)}\n:::\n"
         )
     data = out.get("data", {})
     if "image/png" in data or "image/svg+xml" in data:
@@ -180,7 +243,10 @@ def output_markdown(out, opts, where, name, page, problems):
     if "text/html" in data:
         return fence(text_of(data["text/html"]), "{=html}") + "\n"
     if "text/plain" in data:
-        return f"::: {{.cell-output}}\n{fence(text_of(data['text/plain']))}\n:::\n"
+        return (
+            "::: {.cell-output .cell-output-display}\n"
+            f"{fence(text_of(data['text/plain']))}\n:::\n"
+        )
     return ""
 
 
@@ -203,11 +269,9 @@ def cell_markdown(cell, number, where, stem, page, problems):
         block = fence(code, "python") + "\n"
         if opts.get("code-fold") in ("true", "show"):
             is_open = " open" if opts["code-fold"] == "show" else ""
-            block = (
-                f"```{{=html}}\n<details "
-                f'class="code"{is_open}><summary>{opts.get("code-summary", "Code")}</summary>'
-                f"\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
-            )
+            summary = opts.get("code-summary", "Code")
+            fold = f'<details class="code-fold"{is_open}><summary>{summary}</summary>'
+            block = f"```{{=html}}\n{fold}\n```\n\n{block}\n```{{=html}}\n</details>\n```\n"
         parts.append(block)
     if opts.get("output") != "false":
         outs = cell.get("outputs", [])
@@ -215,7 +279,10 @@ def cell_markdown(cell, number, where, stem, page, problems):
             output_markdown(o, opts, where, f"{stem}-{number}-{i}", page, problems)
             for i, o in enumerate(outs)
         ]
-    return "\n".join(parts)
+    text = "\n".join(parts)
+    if not code or opts.get("output") == "asis":
+        return text
+    return f":::::: {{.cell}}\n{text}\n::::::\n"
 
 
 def notebook_markdown(path, page, site, problems):
@@ -267,9 +334,9 @@ def stringify(node):
 
 class Shape:
     """Walks pandoc's tree: numbers figures and tables, resolves @citations of them, sets
-    equations beside their number, rewrites notebook links."""
+    equations beside their number where KaTeX does not, rewrites notebook links."""
 
-    def __init__(self, page, pages, own_site, problems):
+    def __init__(self, page, pages, own_site, problems, mathml=True):
         self.page, self.pages, self.own_site, self.problems, self.numbers = (
             page,
             pages,
@@ -277,6 +344,7 @@ class Shape:
             problems,
             {},
         )
+        self.mathml = mathml
         self.counts = dict.fromkeys(KINDS, 0)
 
     def number(self, label):
@@ -299,7 +367,8 @@ class Shape:
     def first(self, node):
         "First walk: number what carries a label."
         if isinstance(node, list):
-            node[:] = self.equations(node)
+            if self.mathml:
+                node[:] = self.equations(node)
             for item in node:
                 self.first(item)
         elif isinstance(node, dict):
@@ -419,27 +488,6 @@ class Shape:
 # ---------------------------------------------------------------- pages
 
 
-def site_map(tree):
-    """The hand-written navigation: the bar [(text, notebook)] and the sidebars, each [(section,
-    [(text, notebook)])]."""
-    import yaml
-
-    website = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
-    bars = []
-    for bar in website["sidebar"]:
-        entries = [
-            (entry.get("section", ""), entry.get("contents", [entry]))
-            for entry in bar["contents"]
-        ]
-        bars.append(
-            [
-                (name, [(item["text"], item["href"]) for item in items])
-                for name, items in entries
-            ]
-        )
-    return [(item["text"], item["href"]) for item in website["navbar"]["left"]], bars
-
-
 def beside(bars, page):
     "The sidebar that names a page; the first one for a page that none names."
     return next(
@@ -462,60 +510,150 @@ def beneath(page, address):
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), unquote(address)))
 
 
+LINKS = {  # Quarto's classes of an entry of a list of pages, and of its text
+    "nav": ("nav-link", "menu-text"),
+    "sidebar": ("sidebar-item-text sidebar-link", "menu-text"),
+    "page": ("pagination-link", "nav-page-text"),
+}
+
+
+def item_html(href, text, page, kind):
+    "A link to a page in the bar, in a sidebar or at the end of a page."
+    link, inner = LINKS[kind]
+    active = " active" if page_name(href) == page else ""
+    found = (
+        f'<a href="{up(page)}{page_name(href)}" class="{link}{active}">'
+        f'<span class="{inner}">{html.escape(text)}</span></a>'
+    )
+    return found if kind == "page" else f'<li class="{kind}-item">{found}</li>'
+
+
 def side_html(sections, page):
+    "A sidebar; of its sections the one of the page stands open."
     rows = []
-    for name, items in sections:
-        rows.append(f'<div class="section">{html.escape(name)}</div><ul>')
-        for text, href in items:
-            here = ' class="here"' if page_name(href) == page else ""
-            address = up(page) + page_name(href)
-            rows.append(f'<li><a{here} href="{address}">{html.escape(text)}</a></li>')
-        rows.append("</ul>")
+    for i, (name, items) in enumerate(sections):
+        rows_of_it = "\n".join(item_html(href, text, page, "sidebar") for text, href in items)
+        if not name:
+            rows.append(rows_of_it)
+            continue
+        shown = any(page_name(href) == page for _, href in items)
+        fold = (
+            f'data-bs-toggle="collapse" data-bs-target="#section-{i}" role="navigation" '
+            f'aria-expanded="{str(shown).lower()}"'
+        )
+        rows.append(
+            '<li class="sidebar-item sidebar-item-section"><div class="sidebar-item-container">'
+            f'<a class="sidebar-item-text sidebar-link text-start" {fold}>'
+            f'<span class="menu-text section">{html.escape(name)}</span></a>'
+            f'<a class="sidebar-item-toggle text-start" {fold} aria-label="Toggle section">'
+            '<i class="bi bi-chevron-right ms-2"></i></a></div>'
+            f'<ul id="section-{i}" class="collapse list-unstyled sidebar-section depth1'
+            f'{" show" if shown else ""}">{rows_of_it}</ul></li>'
+        )
     return "\n".join(rows)
+
+
+def crumbs_html(sections, page):
+    "The section of a page and the page, each a link."
+    crumbs = next(
+        (
+            [(name, items[0][1])] * bool(name) + [(text, href)]
+            for name, items in sections
+            for text, href in items
+            if page_name(href) == page
+        ),
+        [],
+    )
+    return "".join(
+        f'<li class="breadcrumb-item"><a href="{up(page)}{page_name(href)}">'
+        f"{html.escape(text)}</a></li>"
+        for text, href in crumbs
+    )
 
 
 def neighbours(sections, page):
     "Links to the page before and after, in reading order."
     order = [item for _, items in sections for item in items]
-    at = [i for i, (_, href) in enumerate(order) if page_name(href) == page]
-    before = order[at[0] - 1] if at and at[0] > 0 else None
-    after = order[at[0] + 1] if at and at[0] + 1 < len(order) else None
-    left = (
-        f'<a href="{up(page)}{page_name(before[1])}">← {html.escape(before[0])}</a>'
-        if before
-        else "<span></span>"
+    pages = [page_name(href) for _, href in order]
+    around = ["", *(item_html(href, text, page, "page") for text, href in order), ""]
+    at = pages.index(page) if page in pages else -1
+    before, after = (around[at], around[at + 2]) if at >= 0 else ("", "")
+    return (
+        f'<div class="nav-page nav-page-previous">{before}</div>'
+        f'<div class="nav-page nav-page-next">{after}</div>'
     )
-    right = (
-        f'<a href="{up(page)}{page_name(after[1])}">{html.escape(after[0])} →</a>'
-        if after
-        else "<span></span>"
-    )
-    return left + right
 
 
-def render(name, processed, site, navigation, pages, cfg, problems):
+# What Quarto adds to pandoc's HTML, as (pattern, its replacement).
+QUARTO = [
+    (
+        r'(<pre\s+class="sourceCode [^"]*)("><code.*?</code>)(</pre>)',
+        r'\1 code-with-copy\2<button title="Copy to Clipboard" class="code-copy-button">'
+        r'<i class="bi"></i></button>\3',
+    ),
+    (r"<figure(?= |>)", '<figure class="quarto-float quarto-float-fig figure"'),
+    (
+        r"<figcaption(?= |>)",
+        '<figcaption class="quarto-float-caption-bottom quarto-float-caption quarto-float-fig"',
+    ),
+    (r"<img(?= )", '<img class="img-fluid figure-img"'),
+    (r"<table(?=>)", '<table class="caption-top table"'),
+    (
+        r'<table([^>]*) class="dataframe([^"]*)"',
+        r'<table\1 class="dataframe\2 caption-top table table-sm table-striped small"',
+    ),
+]
+# as pandoc writes it
+KATEX_HEAD = """<script src="{{up}}katex/katex.min.js"></script>
+<script>document.addEventListener("DOMContentLoaded", function () {
+ const macros = [];
+ for (const x of document.querySelectorAll("span.math")) katex.render(x.firstChild.data, x, {
+  displayMode: x.classList.contains("display"), throwOnError: false, macros, fleqn: false});
+});</script>
+<link rel="stylesheet" href="{{up}}katex/katex.min.css">
+"""
+
+
+def page_text(shell, values, body):
+    "A page: Quarto's, or a plain one, with values in place of their names in double braces."
+    text = PLAIN.read_text(encoding="utf-8")
+    if shell:
+        text = (SHELL / "page.html").read_text(encoding="utf-8")
+        before = (shell / "before-body.html").read_text(encoding="utf-8")
+        toc = values["toc"].replace("<a href", '<a class="nav-link" href')
+        values = {"math": KATEX_HEAD, "before": before} | values | {"toc": toc}
+        for pattern, replacement in QUARTO:
+            body = re.sub(pattern, replacement, body, flags=re.S)
+    for key, value in values.items():
+        text = text.replace(f"{{{{{key}}}}}", value)
+    return text.replace("{{body}}", body)  # which may have braces of its own
+
+
+def render(name, processed, site, navigation, pages, cfg, shell, problems):
     "One processed notebook to one page."
     page, path = page_name(name), processed / name
     (site / page).parent.mkdir(parents=True, exist_ok=True)
-    top, sections = navigation[0], beside(navigation[1], page)
+    top, sections = navigation[0], beside([*navigation[1].values()], page)
     front, markdown = notebook_markdown(path, page, site, problems)
     tree = json.loads(
         pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems)
         or '{"blocks": []}'
     )
-    shape = Shape(page, pages, site_address(cfg), problems)
+    shape = Shape(page, pages, site_address(cfg), problems, mathml=shell is None)
     shape.empty_sections(tree["blocks"])
     shape.first(tree["blocks"])
     shape.second(tree["blocks"])
     template = site / f".template-{page.replace('/', '-')}"
     template.write_text(PANDOC_TEMPLATE, encoding="utf-8")
+    math = "--mathml" if shell is None else "--katex"
     args = [
         "-f",
         "json",
         "-t",
         "html5",
-        "--mathml",
+        math,
         "--standalone",
+        "--section-divs",
         "--toc",
         "--toc-depth=3",
         f"--template={template}",
@@ -525,35 +663,24 @@ def render(name, processed, site, navigation, pages, cfg, problems):
     parts = pandoc(args, json.dumps(tree), page, problems).split("<!--split-->")
     template.unlink()
     toc, highlight, body = parts if len(parts) == 3 else ("", "", "".join(parts))
-    title, description = str(front.get("title", page)), str(front.get("description", ""))
-    site_title = html.escape(cfg["title"])
-    inline = (
-        pandoc(
-            ["-f", "markdown", "-t", "html5", "--mathml", "--fail-if-warnings"],
-            description,
-            page,
-            problems,
-        )
-        if description
-        else ""
-    )
-    inline = re.sub(r"^<p>|</p>\s*$", "", inline.strip())
-    description_html = f'<p class="description">{inline}</p>' if inline else ""
-    toc_html = f'<div class="section">On this page</div>{toc}' if toc.strip() else ""
-    top_html = "".join(
-        f'<a href="{up(page)}{page_name(href)}">{html.escape(text)}</a>' for text, href in top
-    )
-    text = f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{html.escape(title)} – {site_title}</title><style>{highlight}</style>
-<link rel="icon" href="{up(page)}favicon.svg"><link rel="stylesheet" href="{up(page)}layout.css"><link rel="stylesheet" href="{up(page)}styles.css"></head>
-<body><header class="bar"><a href="{up(page)}index.html">{site_title}</a><nav>{top_html}<a href="{cfg["git_url"]}">GitHub</a></nav></header>
-<div class="page"><nav class="side">{side_html(sections, page)}</nav>
-<main><h1>{html.escape(title)}</h1>{description_html}
-{body}
-<footer>{neighbours(sections, page)}</footer></main>
-<nav class="toc">{toc_html}</nav></div><script src="{up(page)}glossary.js"></script><script src="{up(page)}site.js"></script></body></html>
-"""
+    args = ["-f", "markdown", "-t", "html5", math, "--fail-if-warnings"]
+    inline = pandoc(args, str(front.get("description", "")), page, problems)
+    crumbs = crumbs_html(sections, page)
+    values = {
+        "title": html.escape(str(front.get("title", page))),
+        "site": html.escape(cfg["title"]),
+        "description": re.sub(r"^<p>|</p>\s*$", "", inline.strip()),
+        "highlighting": highlight,
+        "top": "".join(item_html(href, text, page, "nav") for text, href in top),
+        "repository": cfg["git_url"],
+        "sidebar": side_html(sections, page),
+        "crumbs": crumbs,
+        "title-crumbs": crumbs if crumbs.count("<li") > 1 else "",
+        "toc": toc,
+        "neighbours": neighbours(sections, page),
+        "up": up(page),
+    }
+    text = page_text(shell, values, body)
     (site / page).write_text(finish(text, site_address(cfg), up(page)), encoding="utf-8")
 
 
@@ -563,26 +690,25 @@ def render(name, processed, site, navigation, pages, cfg, problems):
 class PageReader(HTMLParser):
     "Collects ids, links, pictures and the text that a reader sees outside code and formulas."
 
-    void = {"img", "br", "hr", "meta", "link", "input", "col", "wbr"}
-
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.ids, self.tags = set(), set()
+        self.ids = set()
         self.links, self.images, self.prose, self.code, self.stack = [], [], [], [], []
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        self.tags.add(tag)
         if attrs.get("id"):
             self.ids.add(attrs["id"])
         if tag == "a" and "href" in attrs:
             self.links.append(attrs["href"] or "")
         if tag == "img":
             self.images.append(attrs.get("src") or "")
-        if tag not in self.void:
-            self.stack.append(tag)
+        if tag not in VOID:
+            self.stack.append("math" if "math" in (attrs.get("class") or "").split() else tag)
 
     def handle_endtag(self, tag):
+        if tag == "span" and self.stack[-1:] == ["math"]:  # KaTeX's source
+            tag = "math"
         if tag in self.stack:
             while self.stack and self.stack.pop() != tag:
                 pass
@@ -596,8 +722,6 @@ class PageReader(HTMLParser):
         elif "math" not in inside:
             self.prose.append(data)
 
-
-KATEX = ("katex/katex.min.js", "katex/katex.min.css")
 
 LEAKS = [
     (r"\$\$", "an unrendered $$"),
@@ -680,9 +804,7 @@ def check(site, tree, sections, notebooks, cfg, problems):
     for page, reader in readers.items():
         check_leaks(page, reader, problems)
         check_links(page, reader, readers, site, tree, absent, cfg, problems)
-        # the published page shows its formulas by KaTeX
-        also = KATEX if "math" in reader.tags else ()
-        for message in page_problems(site, page, also):
+        for message in page_problems(site, page):
             problems.add(page, message)
     for name in notebooks:
         if name not in listed:
@@ -769,11 +891,8 @@ def prose_words(markdown):
 
 def shelf_words(tree):
     "{shelf: words of the prose of its notebooks}, and those of all shelves."
-    import yaml
-
-    bars = yaml.safe_load((tree / "_quarto.yml").read_text(encoding="utf-8"))["website"]
     found = {}
-    for bar, sections in zip(bars["sidebar"], site_map(tree)[1]):
+    for shelf, sections in site_map(tree)[1].items():
         cells = [
             cell
             for _, items in sections
@@ -782,7 +901,7 @@ def shelf_words(tree):
             for cell in json.loads((tree / "nbs" / name).read_text(encoding="utf-8"))["cells"]
             if cell["cell_type"] == "markdown"
         ]
-        found[bar["id"]] = sum(prose_words(text_of(cell["source"])) for cell in cells)
+        found[shelf] = sum(prose_words(text_of(cell["source"])) for cell in cells)
     return found | {"all": sum(found.values())}
 
 
@@ -861,11 +980,17 @@ def pages_of(site):
     return sorted(p.relative_to(site).as_posix() for p in site.rglob("[!.]*.html"))
 
 
-def check_widths(site, problems, seconds=120):
-    """Lay every page out at WIDTHS; what sticks out, overlaps or wraps is a problem. Returns
-    how many pages were measured."""
+# What people search for; the first page found must be one of the Manual.
+SEARCHES = ("2 bits", "two bits", "vLLM", "perplexity", "Qwen3")
+
+
+def check_widths(site, problems, seconds=300, searches=()):
+    """Lay every page out at WIDTHS; what sticks out, overlaps, wraps or is cut is a problem,
+    and a search whose first result is no page of the Manual. Returns how many pages were
+    measured."""
     pages = pages_of(site)
     text = MEASURE.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
+    text = text.replace("SEARCHES", json.dumps(searches), 1)
     found = in_browser(site, text.replace("WIDTHS", json.dumps(WIDTHS), 1), seconds)
     if found is None:
         problems.add("widths", f"chromium measured nothing in {seconds} s")
@@ -880,11 +1005,12 @@ SCHEMES = {"light": 1, "dark": 0}
 
 
 def check_access(site, problems, pages=None, seconds=1200):
-    """Run axe on pages at the width of a phone, light and dark, with everything unfolded: a
+    """Run axe on pages with everything unfolded, light and dark, at the width of a phone and,
+    as far as it is another there, at that of a laptop: the bar, the lists beside the text. A
     finding that is critical or serious is a problem. Returns how many pages were read."""
     pages = pages_of(site) if pages is None else pages
     text = ACCESS.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
-    text = text.replace("WIDTH", str(WIDTHS[0]), 1)
+    text = text.replace("WIDTHS", json.dumps(WIDTHS), 1)
     copied = site / ".axe.min.js"
     shutil.copyfile(AXE, copied)
 
@@ -899,9 +1025,11 @@ def check_access(site, problems, pages=None, seconds=1200):
         if found is None:
             problems.add("axe", f"chromium read nothing in {seconds} s ({name})")
             return 0
-        for page, rule, impact, count, where, message in found:
+        for page, width, rule, impact, count, where, message in found:
             problems.add(
-                page, f"axe, {name}: {rule} ({impact}, {count} times): {where}: {message}"
+                page,
+                f"axe, {name}, {width} px: {rule} ({impact}, {count} times): {where}: "
+                f"{message}",
             )
     return len(pages)
 
@@ -954,22 +1082,28 @@ def glossary(tree):
     )
 
 
-def build(tree, site, problems):
-    "All pages of the tree into `site`; returns how many."
+def build(tree, site, problems, only=()):
+    """The pages of the tree into `site`, all or of the notebooks in `only`; returns how many.
+    Those of some are not checked as a whole."""
     cfg, navigation = settings(tree), site_map(tree)
     if (tree / "nbs" / "glossary.js").read_text(encoding="utf-8") != glossary(tree):
         problems.add(
             "glossary.js",
             "is not what the glossary of book.ipynb says: preview_docs.py --glossary writes it",
         )
-    processed = prepare(tree)
+    notebooks = [p.relative_to(tree / cfg["nbs_path"]).as_posix() for p in all_notebooks(tree)]
+    for name in set(notebooks) - set(only or notebooks):
+        (tree / cfg["nbs_path"] / name).unlink()
+    with ThreadPoolExecutor() as pool:  # npm and sass work while nbdev does
+        making = pool.submit(quarto_shell)
+        processed = prepare(tree)
+        shell = making.result()
     nbs = tree / cfg["nbs_path"]
-    notebooks = [p.relative_to(nbs).as_posix() for p in all_notebooks(tree)]
-    for name in notebooks:
+    for name in only or notebooks:
         check_equations(
             name, json.loads((nbs / name).read_text(encoding="utf-8"))["cells"], problems
         )
-    for problem in address_problems(notebooks, processed):
+    for problem in address_problems(only or notebooks, processed):
         problems.add("nbs", problem)
     site.mkdir(parents=True, exist_ok=True)
     for file in processed.rglob("*"):
@@ -978,28 +1112,34 @@ def build(tree, site, problems):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(file, target)
     shutil.copyfile(LAYOUT, site / "layout.css")
+    if shell:
+        shutil.copytree(shell, site / "shell", ignore=shutil.ignore_patterns("*.html"))
     with ThreadPoolExecutor(WORKERS) as pool:  # the work is pandoc's, in processes of its own
-        found = [(name, Problems()) for name in notebooks]
+        found = [(name, Problems()) for name in only or notebooks]
         list(
             pool.map(
                 lambda page: render(
-                    page[0], processed, site, navigation, set(notebooks), cfg, page[1]
+                    page[0], processed, site, navigation, set(notebooks), cfg, shell, page[1]
                 ),
                 found,
             )
         )
     for _, more in found:
         problems += more
+    index, missing = index_of(site, tree)
+    (site / "search.json").write_text(json.dumps(index, ensure_ascii=False), encoding="utf-8")
+    if only:
+        return len(only)
+    for name in missing:
+        problems.add("search", f"no section for the public name {name}")
     check(
         site,
         tree,
-        [section for bar in navigation[1] for section in bar],
+        [section for bar in navigation[1].values() for section in bar],
         notebooks,
         cfg,
         problems,
     )
-    for name in entries(site, tree)[1]:
-        problems.add("search", f"no section for the public name {name}")
     return len(notebooks)
 
 
@@ -1015,6 +1155,9 @@ def main(argv=None):
         "--glossary", action="store_true", help="write nbs/glossary.js, and no page"
     )
     parser.add_argument(
+        "--only", action="append", metavar="NOTEBOOK", help="this notebook alone, from nbs/"
+    )
+    parser.add_argument(
         "--screenshots", type=Path, metavar="DIR", help="also photograph every page"
     )
     args = parser.parse_args(argv)
@@ -1025,11 +1168,12 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as tmp:
         tree, site = Path(tmp) / "tree", Path(tmp) / "site"
         copy_tree(tree)
-        count = build(tree, site, problems)
-        words = shelf_words(tree)
+        count = build(tree, site, problems, args.only)
+        words = shelf_words(ROOT)
         check_words(words, problems)
-        measured = check_widths(site, problems) if browser() else None
+        measured = None
         if browser():
+            measured = check_widths(site, problems, searches=SEARCHES * (not args.only))
             check_access(site, problems)
         if not args.check:
             shutil.rmtree(args.out, ignore_errors=True)

@@ -4,6 +4,7 @@ sort, or computes something else than Python."""
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ preview = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(preview)
 
 import finish_pages  # beside preview_docs, which puts its folder on the path
+import search_names
 
 LONG = "\n".join(f"x{i} = {i}" for i in range(40))
 TABLE = (
@@ -82,6 +84,156 @@ def test_a_browser_sees_what_is_wrong(tmp_path):
         assert any(words in line for line in found["unscripted"]), words
 
 
+needs_chromium = pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
+
+
+@pytest.fixture(scope="session")
+def shell():
+    "Quarto's themes and scripts; without npm nothing of this can be seen (CI stops there)."
+    return preview.quarto_shell() or pytest.skip("npm is missing")
+
+
+def quarto_site(folder, shell):
+    "A folder for pages in Quarto's shell."
+    ignore = shutil.ignore_patterns("*.html")
+    shutil.copytree(shell, folder / "shell", ignore=ignore)
+    shutil.copytree(ROOT / "nbs" / "katex", folder / "katex")
+    for name in ("styles.css", "site.js"):
+        shutil.copyfile(ROOT / "nbs" / name, folder / name)
+
+
+def quarto_page(shell, body, title="11 · A chapter", ours=True):
+    "A page in Quarto's shell, with or without our own style sheet and script."
+    names = "up description highlighting top repository sidebar crumbs title-crumbs toc"
+    values = dict.fromkeys([*names.split(), "neighbours"], "")
+    text = preview.page_text(shell, values | {"title": title, "site": "site"}, body)
+    if not ours:
+        text = re.sub(
+            r'<script src="site.js"></script>|<link rel="stylesheet" href="styles.css">',
+            "",
+            text,
+        )
+    return text
+
+
+TYPED = "turboquant generate --model ID_OR_PATH --recipe k3v3 --prompt 'Call me Ishmael.' " * 2
+STAMP = "x86_64 CPU, torch 2.13.0+cpu, transformers 5.23.0, commit 2ca9d007; " * 3
+DEFECTS = f"""<div class="sourceCode"><pre class="sourceCode bash"><code class="sourceCode bash"><span>{TYPED}</span></code></pre></div>
+<div class="sourceCode"><pre class="sourceCode python"><code class="sourceCode python"><span>{"wide " * 60}</span></code></pre></div>
+<section id="f" class="level3"><h3>f</h3><div class="sourceCode"><pre class="sourceCode python"><code class="sourceCode python"><span>def f()</span></code></pre></div>
+<p><em>The first sentence. The second one ends</em> on another line.</p></section>
+<div class="cell"><div class="cell-output cell-output-stdout"><pre><code>{STAMP}</code></pre></div></div>
+<p><span class="math display">{" + ".join("abcdefghijklm" * 3)} = n \\tag{{11.1}}</span></p>
+<table><thead><tr><th>change, in per cent of what it was</th><th>{"a long head " * 9}</th><th>{"another head " * 9}</th></tr></thead><tbody>
+<tr><td>+2.2 ± 0.7</td><td>-1.5</td><td>{"text " * 60}</td></tr></tbody></table>
+<figure><img src="wide.svg" alt="wide" width="1400"><figcaption>Its caption.</figcaption></figure>"""
+EXAMPLE = (
+    '<div class="sourceCode"><pre class="sourceCode python"><code class="sourceCode python">'
+    + "".join(f"<span>x{i} = {i}\n</span>" for i in range(9))
+    + "</code></pre></div>"
+)
+WIDE = '<svg xmlns="http://www.w3.org/2000/svg" width="1400" height="700"><rect width="9" height="9"/></svg>'
+
+
+@needs_chromium
+def test_a_browser_sees_what_is_cut_hidden_or_covered_in_quartos_shell(tmp_path, shell):
+    quarto_site(tmp_path, shell)
+    (tmp_path / "wide.svg").write_text(WIDE)
+    (tmp_path / "a.html").write_text(quarto_page(shell, DEFECTS + EXAMPLE, "Guide"))
+    (tmp_path / "b.html").write_text(quarto_page(shell, DEFECTS, "Guide", ours=False))
+    folded = (
+        EXAMPLE.replace(
+            '<div class="sourceCode">', '<details class="tq-source"><div class="sourceCode">'
+        )
+        + "</details>"
+    )
+    (tmp_path / "c.html").write_text(quarto_page(shell, folded, "Guide"))
+    scrolled = (  # the number behind the formula, at the end of what scrolls
+        "<style>.katex-display { overflow-x: auto } "
+        ".katex-display > .katex > .katex-html > .tag { position: static }</style>"
+    )
+    (tmp_path / "d.html").write_text(quarto_page(shell, scrolled + DEFECTS, ours=False))
+    problems = preview.Problems()
+    assert preview.check_widths(tmp_path, problems) == 4
+    assert [x for x in problems if x.startswith("a.html")] == []
+    for words in (
+        "at 390 px a search without a name: aa-Autocomplete",
+        "at 390 px a docstring half in italics",
+        "at 1280 px a command that is cut",
+        "at 1280 px a button lies on code",
+        "at 1280 px an output that is cut",
+        "at 390 px the number of an equation lies on it: (11.1)",
+        "at 390 px a number that breaks: +2.2 ± 0.7",
+        "at 1280 px a hyphen for a minus: -1.5",
+        "at 390 px a figure too small to read: wide.svg",
+    ):
+        assert any(x.startswith(f"b.html: {words}") for x in problems), (words, problems)
+    assert any("c.html: at 390 px an example to type that is folded" in x for x in problems)
+    assert any(
+        "d.html: at 390 px the number of an equation is cut: (11.1)" in x for x in problems
+    )
+
+
+@needs_chromium
+def test_a_browser_sees_a_bar_that_grows_in_the_dark(tmp_path, shell):
+    quarto_site(tmp_path, shell)
+    (tmp_path / "a.html").write_text(quarto_page(shell, "<p>text</p>"))
+    problems = preview.Problems()
+    preview.check_widths(tmp_path, problems)
+    assert problems == []
+    dark = tmp_path / "shell" / "bootstrap-dark.css"
+    dark.write_text(dark.read_text() + "\n.navbar { padding: 1rem 0; }")
+    preview.check_widths(tmp_path, problems)
+    assert len(problems) == 2 and all("px after the dark switch" in x for x in problems)
+
+
+@needs_chromium
+def test_axe_sees_quartos_dark_page(tmp_path, shell):
+    quarto_site(tmp_path, shell)
+    body = (
+        '<div class="tq-live"><select aria-label="model"><option>one</option></select></div>'
+        "<figure><figcaption>said</figcaption></figure>"
+    )
+    (tmp_path / "a.html").write_text(quarto_page(shell, body))
+    (tmp_path / "b.html").write_text(quarto_page(shell, body, ours=False))
+    problems = preview.Problems()
+    assert preview.check_access(tmp_path, problems) == 2
+    assert [x for x in problems if x.startswith("a.html")] == []
+    assert any("b.html: axe, light, 390 px: button-name (critical" in x for x in problems)
+    # the darkly theme by itself, without our palette
+    theme = tmp_path / "shell" / "bootstrap-dark.css"
+    grey = "\nbody, select { background: #222; } .tq-live select { color: #000; }"
+    theme.write_text(theme.read_text() + grey)
+    problems.clear()
+    preview.check_access(tmp_path, problems, ["b.html"])
+    assert any("b.html: axe, dark, 390 px: color-contrast" in x for x in problems)
+
+
+def test_without_npm_the_layout_is_plain_and_ci_stops(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nbs").mkdir()
+    shutil.copyfile(ROOT / "_quarto.yml", tmp_path / "_quarto.yml")
+    for theme in (ROOT / "nbs").glob("*.scss"):
+        shutil.copyfile(theme, tmp_path / "nbs" / theme.name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CI", "")
+    assert preview.quarto_shell(tmp_path) is None
+    said = capsys.readouterr().out
+    assert said.startswith("Pages have a plain layout, that of Quarto needs npm: ")
+    assert "No such file or directory: 'npm'" in said
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(SystemExit, match="The layout of Quarto needs npm"):
+        preview.quarto_shell(tmp_path)
+    assert list((tmp_path / "build").iterdir()) == []
+
+
+def test_the_lock_names_no_host_to_fetch_from():
+    lock = json.loads((preview.SHELL / "package-lock.json").read_text())["packages"]
+    packages = {name: x for name, x in lock.items() if name}
+    assert all("resolved" not in x and x["integrity"] for x in packages.values())
+    wanted = json.loads((preview.SHELL / "package.json").read_text())["dependencies"]
+    assert {n: packages[f"node_modules/{n}"]["version"] for n in wanted} == wanted
+
+
 COLOURS = """<p style="color:#888;background:#fff">pale</p><img src="x.png">
 <pre><code>WIDE</code></pre>""".replace("WIDE", "wide " * 200)
 
@@ -96,8 +248,14 @@ def test_a_long_page_is_a_list_of_its_sections_on_a_phone(tmp_path):
     long = page("".join(f'<h2 id="part-{i}">Part {i}</h2>{part}' for i in range(4)))
     (tmp_path / "folded.html").write_text(long)
     (tmp_path / "open.html").write_text(long.replace('<script src="site.js"></script>', ""))
+    later = (
+        '<script>addEventListener("DOMContentLoaded", () => '
+        'document.querySelectorAll("main p").forEach(x => x.style.height = "25em"))</script>'
+    )
+    few = "".join(f'<h2 id="part-{i}">Part {i}</h2>{part[:400]}' for i in range(4))
+    (tmp_path / "later.html").write_text(page(later + few))  # as formulas make a page grow
     problems = preview.Problems()
-    assert preview.check_widths(tmp_path, problems) == 2
+    assert preview.check_widths(tmp_path, problems) == 3
     assert [line.partition(":")[0] for line in problems] == ["open.html"]
     assert "screens of a phone, the bound is 20" in problems[0]
 
@@ -133,10 +291,10 @@ def test_axe_sees_who_cannot_see(tmp_path):
     assert preview.check_access(tmp_path, problems) == 2
     assert [x for x in problems if x.startswith("good")] == []
     for rule in (
-        "light: color-contrast",
-        "dark: color-contrast",
-        "light: image-alt (critical",
-        "light: scrollable-region-focusable",
+        "light, 390 px: color-contrast",
+        "dark, 390 px: color-contrast",
+        "light, 390 px: image-alt (critical",
+        "light, 390 px: scrollable-region-focusable",
     ):
         assert any(f"bad.html: axe, {rule}" in x for x in problems), (rule, problems)
     assert sorted(x.name for x in tmp_path.iterdir() if x.name.startswith(".")) == []
@@ -278,11 +436,7 @@ def test_equations_have_one_scheme():
 
 
 def test_a_search_for_a_public_name_leads_to_its_section(tmp_path):
-    spec = importlib.util.spec_from_file_location(
-        "search_names", ROOT / "scripts" / "tools" / "search_names.py"
-    )
-    names = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(names)
+    names = search_names
     every = list(names.public_names())
     public = {name: (where, text) for name, where, text in every}
     assert public["TurboQuantCache"][0] == "cache.html#turboquantcache" and public[
@@ -295,40 +449,69 @@ def test_a_search_for_a_public_name_leads_to_its_section(tmp_path):
             (tmp_path / page).parent.mkdir(exist_ok=True)
             with open(tmp_path / page, "a") as f:
                 f.write(f'<h3 id="{anchor}"></h3>')
-    found, missing = names.entries(tmp_path)
-    assert missing == ["KVStore (store.html#kvstore)"] and "KVStore.append" not in {
-        x["section"] for x in found
-    }
-    index = [
-        {
-            "objectID": "cache.html",
-            "href": "cache.html",
-            "title": "51 The cache",
-            "section": "",
-            "text": "",
-            "crumbs": ["Book"],
-        },
-        {
-            "objectID": "cache.html#the-cache",
-            "href": "cache.html#the-cache",
-            "title": "51 The cache",
-            "section": "The cache",
-            "text": "",
-        },
-    ]
-    once = names.add_names(index, found)
-    assert names.add_names(once, found) == once and once[:2] == index
-    (entry,) = (x for x in once if x["section"] == "TurboQuantCache")
-    assert entry == {
+    found, missing = names.index_of(tmp_path)
+    assert missing == ["KVStore (store.html#kvstore)"]
+    by_name = {x["section"]: x for x in found}
+    assert "KVStore.append" not in by_name
+    assert by_name["TurboQuantCache"] == {
         "objectID": "cache.html#turboquantcache",
         "href": "cache.html#turboquantcache",
-        "title": "51 The cache",
+        "title": "",
         "section": "TurboQuantCache",
         "text": public["TurboQuantCache"][1],
-        "crumbs": ["Book"],
+        "crumbs": ["5x · Transformers", "51 · The cache"],
+        "rank": 1,
     }
-    with pytest.raises(SystemExit, match="search.json is not there"):
-        names.main([str(tmp_path)])
-    (tmp_path / "search.json").write_text("[]")
     with pytest.raises(SystemExit, match="no section for KVStore"):
         names.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match="has no pages; render the site first"):
+        names.main([str(tmp_path / "none")])
+
+
+SECTIONS = """<h1>{title}</h1><p>What it is about.</p><div class="sourceCode"><pre><code>hidden = 1</code></pre></div>
+<section id="one" class="level2"><h2>{head}</h2><p>{text} <span class="math inline">x^2</span></p><pre><code>printed</code></pre></section>"""
+
+
+def test_the_index_holds_prose_and_no_code(tmp_path):
+    texts = {}
+    for page in ("guide.html", "cache.html"):
+        body = SECTIONS.format(title="Title", head="Head", text="Some text.")
+        (tmp_path / page).write_text(f"<main>{body}</main>")
+        index = search_names.index_of(tmp_path)[0]
+        texts[page] = [
+            (x["href"], x["section"], x["text"]) for x in index if x["href"].startswith(page)
+        ]
+    assert texts == {
+        "guide.html": [
+            ("guide.html", "", "What it is about."),
+            ("guide.html#one", "Head", "Some text. printed"),  # the Manual's tables
+        ],
+        "cache.html": [
+            ("cache.html", "", "What it is about."),
+            ("cache.html#one", "Head", "Some text."),
+        ],
+    }
+
+
+@needs_chromium
+def test_a_search_finds_the_manual_first(tmp_path, shell):
+    "By Quarto's own functions and Fuse: the chapter has the words in its title and heading."
+    quarto_site(tmp_path, shell)
+    for page, title, text in (
+        ("guide.html", "Guide", "What vLLM, perplexity, Qwen3, two bits and 2 bits do. " * 9),
+        ("recipe.html", "20b · 2 bits, two bits", "vLLM perplexity Qwen3"),
+    ):
+        body = SECTIONS.format(title="", head=title, text=text)
+        (tmp_path / page).write_text(quarto_page(shell, body, title))
+    index = search_names.index_of(tmp_path)[0]
+    (tmp_path / "search.json").write_text(json.dumps(index))
+    problems = preview.Problems()
+    preview.check_widths(tmp_path, problems, searches=preview.SEARCHES)
+    assert problems == []
+    text = (tmp_path / "recipe.html").read_text()  # the page that asks: Fuse's own order
+    (tmp_path / "recipe.html").write_text(
+        text.replace("Fuse.prototype", "Other").replace('<script src="site.js"></script>', "")
+    )
+    preview.check_widths(tmp_path, problems, searches=preview.SEARCHES)
+    due = [x for x in problems if "a page of the Manual is due" in x]
+    assert len(due) == len(preview.SEARCHES) and all(x.startswith("recipe.html") for x in due)
