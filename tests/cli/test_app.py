@@ -116,7 +116,9 @@ def test_an_import_that_waits_says_what_is_missing():
 def test_version_and_main_help(call):
     assert call("--version")[:2] == (0, f"turboquant {metadata.version('turboquant-nb')}\n")
     code, out, _ = call("--help")
-    assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
+    assert code == 0 and all(
+        c in out for c in ("demo", "generate", "recipe", "TURBOQUANT_CACHE", "example:")
+    )
 
 
 @pytest.mark.parametrize("line", ["", "eval"])

@@ -646,7 +646,7 @@ def opened(
 def write(path, states, header: dict, **how) -> Counter:  # bytes by kind of tensor
     """Layers, (tensors, state) each, to a file that is there whole or not at all; `how` as of
     `Writer`. Raises OSError, and leaves what was there."""
-    with beside(path) as temporary, open(temporary, "xb") as file:
+    with beside(path) as file:
         writer, before = Writer(file, header, **how), []
         for state in states:
             before.append(writer.stage(*state))

@@ -406,6 +406,8 @@ def _say_version(value: bool) -> None:
 app = typer.Typer(
     name="turboquant",
     help="A language model's key-value cache in 1 to 4 bits per value.",
+    epilog="The environment variable TURBOQUANT_CACHE names the folder in which the downloaded "
+    "model and compiled kernels are kept.",
     cls=_exemplified(
         _Commands, "turboquant demo\nturboquant generate --prompt 'Name three whales.'"
     ),
