@@ -255,6 +255,9 @@ def writing(
         yield new
         _set_mode(new)
         _move(new, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names no file
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
