@@ -176,6 +176,23 @@ def test_a_code_changes_a_little(call, esm2, proteins, own, tmp_path):
         assert 1e-7 < np.abs(np.load(tmp_path / "c.npz")[name] - contacts).max() < 0.1
 
 
+def test_what_was_changed_is_said(call, esm2, tmp_path):
+    "A line each, whatever is silenced; of what is no protein, the name and an error."
+    path, out = tmp_path / "a.fasta", tmp_path / "a.npz"
+    ask = f"embed --model {esm2 / 'model'} --fasta {path} --out {out} --quiet"
+    path.write_text(f">a\nMJKV*\n>b\n{'MK' * 512}\n")
+    code, _, err = call(ask)
+    assert code == 0 and [x.partition(": ")[0] for x in err.splitlines()] == ["turboquant"] * 3
+    for text in (
+        "at the end of 1 of 2 sequences",
+        "1 residues are read as X",
+        "1,022 residues",
+    ):
+        assert text in err
+    path.write_text(">one\nACGUACGUACGUACGUACGU\n")
+    refused(call(ask), "the sequence 'one' must be a protein, got 20 letters")
+
+
 def test_without_a_contact_head_it_refuses(call, esm2, proteins, tmp_path):
     weights = {
         k: v

@@ -12,8 +12,10 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from importlib import import_module, metadata
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -227,6 +229,14 @@ def message(error: BaseException) -> str:
     return text if "\n  " in text and "What you can do" in text else " ".join(text.split())
 
 # %% ../../nbs/reference/87a_cli_app.ipynb #2461954f
+def _told(usual, message, category, filename, *where, **how) -> None:
+    "A warning of this package as a line on standard error, another's as `usual` shows it."
+    if f"{os.sep}turboquant_nb{os.sep}" in filename:
+        print(f"turboquant: {message}", file=sys.stderr, flush=True)
+    else:
+        usual(message, category, filename, *where, **how)
+
+
 @contextmanager
 def _guarded(
     name: str,  # the command, for the message
@@ -234,7 +244,9 @@ def _guarded(
 ):
     "Turn whatever happens in the block into one line on standard error and `typer.Exit`."
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_told, warnings.showwarning)
+            yield
         sys.stdout.flush()
     except typer.Exit:
         raise

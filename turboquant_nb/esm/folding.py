@@ -13,7 +13,7 @@ import torch
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
-from .checkpoints import RESIDUES, _transformers
+from .checkpoints import RESIDUES, _transformers, check_residues
 from .model import TurboEsm
 from ..quant.recipe import Recipe, as_recipe
 
@@ -101,13 +101,9 @@ class Structure:
 def check_letters(letters: str, name: str = "letters") -> str:
     """Upper case. Raises ValueError for no residue, more than 1,022, and what is none of the
     twenty or X, which is all that a folding model can place."""
-    letters = letters.upper()
     if not 1 <= len(letters) <= LONGEST:
         raise ValueError(f"{name} must have 1 to {LONGEST:,} residues, got {len(letters):,}")
-    for i, x in enumerate(letters):
-        if x not in f"{RESIDUES}X":
-            raise ValueError(f"{name} must be of the 20 residues or X, got {x!r} at {i + 1}")
-    return letters
+    return check_residues(letters, name, f"{RESIDUES}X")
 
 
 def in_one_pass(recipe) -> Recipe:  # a Recipe, or what `as_recipe` takes
