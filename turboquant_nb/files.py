@@ -59,7 +59,8 @@ def beside(path):  # -> a file that is open for writing bytes
             yield file
         os.replace(temporary, path)
     except OSError as error:
-        error.filename = error.filename or path  # a full disk names no file
+        if error.errno and not error.filename:  # a full disk names no file
+            error.filename = path
         raise
     finally:
         if os.path.exists(temporary):

@@ -104,7 +104,7 @@ def test_what_is_said_at_once_loads_nothing_heavy(lines, code, heavy):
 
 
 def test_an_import_that_waits_says_what_is_missing():
-    found = conventions.lazy("no.such.module", "it needs nowhere: pip install nowhere")
+    found = conventions.lazy("no.such.module", lambda: "it needs nowhere: pip install nowhere")
     with pytest.raises(ImportError, match="pip install nowhere"):
         found.anything
     with pytest.raises(ImportError, match="No module named 'no'"):

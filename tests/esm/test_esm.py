@@ -978,8 +978,8 @@ RNA = "AUGGCUUGCAAUGGCUUGCAA"
 @pytest.mark.parametrize(
     "letters, why",
     [
-        ("MKT1AY2I", "sequences[1] must be residues, one of ABCDEFGHIJKLMNOPQRSTUVWXYZ each, got "
-         "'1' at 4, '2' at 7"),
+        ("MKT1AY2I", "sequences[1] must be residues, one of ABCDEFGHIJKLMNOPQRSTUVWXYZ each, "
+         "got '1' at 4, '2' at 7"),
         ("MK-T.A Y*", "got '-' at 3, '.' at 5, ' ' at 7, '*' at 9"),
         ("?" * 1_005, "'?' at 5 and 1,000 more"),
         ("MK\N{LATIN SMALL LETTER DOTLESS I}", "at 3"),  # whose capital is I
@@ -1129,7 +1129,9 @@ def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
     said = done.stdout.splitlines()
-    assert len(said) == 2 and all('pip install "turboquant-nb[hf]"' in x for x in said), said
+    assert len(said) == 2 and all('pip install "turboquant-nb[hf] @ git+' in x for x in said), (
+        said
+    )
 
 
 def of_moments(mean, second, query):

@@ -272,7 +272,9 @@ def test_a_model_that_is_no_decoder(tmp_path):
 def test_missing_extra(monkeypatch, tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r'pip install "turboquant-nb\[demo\]"'):
+    with pytest.raises(
+        ImportError, match=r'pip install "turboquant-nb\[demo\] @ git\+https://github.com/turbo'
+    ):
         load_model(tmp_path / "a.gguf")
 
 

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from turboquant_nb.files import (
+    beside,
     cache_dir,
     digest,
     is_private,
@@ -129,6 +130,11 @@ def test_a_full_disk_leaves_the_old_file(path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert error.value.errno == errno.EFBIG and str(path) in str(error.value)
     assert path.read_bytes() == old and [x.name for x in path.parent.iterdir()] == ["x"]
+
+
+def test_an_error_without_a_number_keeps_its_words(path):
+    with pytest.raises(OSError, match="^disk full$"), beside(path):
+        raise OSError("disk full")
 
 
 KILLED = """

@@ -15,7 +15,6 @@ import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
 from importlib import import_module, metadata
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -28,9 +27,9 @@ import typer.models
 # %% ../../nbs/reference/87a_cli_app.ipynb #df83d3c7
 class lazy:
     """A module that is imported when one of its names is first asked for. ImportError says what
-    is `missing`, if that is given."""
+    `missing()` gives, if that is given."""
 
-    def __init__(self, name: str, missing: str = ""):
+    def __init__(self, name: str, missing=None):
         self.__name__, self._missing = name, missing
 
     def __getattr__(self, name: str):
@@ -39,7 +38,7 @@ class lazy:
         try:
             return getattr(import_module(self.__name__), name)
         except ImportError as error:
-            raise ImportError(self._missing or str(error)) from error
+            raise ImportError(self._missing() if self._missing else str(error)) from error
 
 # %% ../../nbs/reference/87a_cli_app.ipynb #46fad7cd
 @dataclass(frozen=True)
@@ -229,12 +228,9 @@ def message(error: BaseException) -> str:
     return text if "\n  " in text and "What you can do" in text else " ".join(text.split())
 
 # %% ../../nbs/reference/87a_cli_app.ipynb #2461954f
-def _told(usual, message, category, filename, *where, **how) -> None:
-    "A warning of this package as a line on standard error, another's as `usual` shows it."
-    if f"{os.sep}turboquant_nb{os.sep}" in filename:
-        print(f"turboquant: {message}", file=sys.stderr, flush=True)
-    else:
-        usual(message, category, filename, *where, **how)
+def _tell(text, *where, **how) -> None:
+    "A warning as a line on standard error."
+    print(f"turboquant: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -245,7 +241,7 @@ def _guarded(
     "Turn whatever happens in the block into one line on standard error and `typer.Exit`."
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = partial(_told, warnings.showwarning)
+            warnings.showwarning = _tell
             yield
         sys.stdout.flush()
     except typer.Exit:

@@ -15,6 +15,8 @@ from string import ascii_uppercase
 
 import torch
 
+from .. import checks
+
 # %% ../../nbs/71_esm_checkpoints.ipynb #d191ce3b
 TOKENS = (
     "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1> "
@@ -32,10 +34,8 @@ def _transformers():  # the module
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(
-            "turboquant_nb.esm needs transformers 5.17 or newer: pip install "
-            '"turboquant-nb[hf]"'
-        ) from error
+        why = "turboquant_nb.esm needs transformers 5.17 or newer"
+        raise ImportError(checks.missing(why, "hf")) from error
     return transformers
 
 

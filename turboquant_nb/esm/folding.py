@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.spatial.transform import Rotation
 from torch import Tensor
 
 from .checkpoints import RESIDUES, _transformers, check_residues
@@ -149,6 +148,8 @@ def rmsd(a: Tensor, b: Tensor) -> float:  # Å
     """Root mean square distance of two traces [L, 3] after superposition, by equation (75b.1).
     Raises ValueError for other shapes, fewer than three residues, and NaN. Source: Kabsch 1976,
     by SciPy's `align_vectors`."""
+    from scipy.spatial.transform import Rotation  # slow to import
+
     a, b = ((x - x.mean(0)).numpy() for x in _traces(a.cpu(), b.cpu()))
     _, left = Rotation.align_vectors(a, b)
     return float(left / np.sqrt(len(a)))

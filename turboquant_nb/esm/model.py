@@ -168,8 +168,8 @@ class TurboEsm:
         most = self.base.config.max_position_embeddings - 4  # the ends, and places before them
         if n > most + 2:
             warnings.warn(
-                f"a protein has more than the {most:,} residues that this model was trained on; "
-                "what it says of them is less certain",
+                f"a protein has more than the {most:,} residues that this model was trained "
+                "on; what it says of them is less certain",
                 stacklevel=2,
             )
 

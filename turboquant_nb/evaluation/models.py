@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .. import checks
 from ..files import cache_dir
 
 # %% ../../nbs/80_models.ipynb #3f6b9d1c
@@ -34,10 +35,8 @@ def _need(module: str):  # the imported module
     try:
         return importlib.import_module(module)
     except ImportError as err:
-        raise ImportError(
-            f"{module} is needed here and could not be imported ({err}): pip install "
-            '"turboquant-nb[demo]"'
-        ) from err
+        why = f"{module} is needed here and could not be imported ({err})"
+        raise ImportError(checks.missing(why, "demo")) from err
 
 # %% ../../nbs/80_models.ipynb #deef48f8
 DEMO_QUESTION = "What kind of voyage does the narrator decide to go on? Answer in one sentence."
