@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from .files import beside
+
 # %% ../nbs/03_results.ipynb #178aff8f
 _SCHEMA = 1
 _REQUIRED = (
@@ -193,11 +195,9 @@ def save(
     head |= {"draft": True} if draft else {}
     rows = ",\n  ".join(json.dumps(r, sort_keys=True) for r in result["rows"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(
-        json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n', encoding="utf-8"
-    )
-    os.replace(part, path)
+    text = json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n'
+    with beside(path) as file:
+        file.write(text.encode())
 
 # %% ../nbs/03_results.ipynb #5e71ab11
 _PACKAGED = Path(globals().get("__file__", ".")).parent / "data" / "results"

@@ -229,6 +229,7 @@ def test_cut_at_every_byte_and_flipped_at_ten_thousand_places(how):
         (lambda about: about.update(frame=["0" * 64] * 2), "the frame is not"),
         (lambda about: about.pop("coarse"), "coarse"),
         (lambda about: about["state"].update(recipe="{}"), "layer 0"),
+        (lambda about: about["state"].update(batch=0), "batch must be an integer from 1 to"),
     ],
 )
 def test_a_state_that_says_something_else(change, why, tmp_path):
@@ -282,6 +283,42 @@ def test_records_in_another_order_missing_or_of_another_file(tmp_path):
         [*reader_of(mixed).layers()]
 
 
+def index_of(data: bytes) -> tuple:  # (where it begins, its entries)
+    at = int.from_bytes(data[-8:], "little")
+    return at, [[*x] for x in codec._ENTRY.iter_unpack(data[at + codec._HEAD.size : -12])]
+
+
+def with_index(data: bytes, index: list) -> bytes:
+    "A file with another index, and the checksum that belongs to it."
+    at, out = index_of(data)[0], io.BytesIO()
+    writer = Writer(io.BytesIO(), {}, entropy=False)
+    writer.file, writer.seed = out, reader_of(data).seed
+    writer.record(codec.END, [b"".join(codec._ENTRY.pack(*x) for x in index)])
+    return data[:at] + out.getvalue() + data[-8:]
+
+
+@pytest.mark.parametrize("value", (0, 1, 7, 255, 2**31, 2**63, 2**64 - 1))
+def test_an_index_that_lies_is_named(value, tmp_path):
+    "Whatever number of it is another one: a ValueError with the path, or the same store."
+    path, store = tmp_path / "x", filled("mean")
+    data = written([store], coarse=True, block=2)
+    sizes = (1, 4, 4, 4, 8)  # bytes of the fields of an entry
+    for entry in range(len(index_of(data)[1])):
+        for field in (i for i, size in enumerate(sizes) if value < 256**size):
+            _, index = index_of(data)
+            index[entry][field] = value
+            path.write_bytes(with_index(data, index))
+            with codec.opened(path) as reader:
+                try:
+                    coarse = store_of(*reader.part(0, coarse=True))
+                    reader.refine([coarse])
+                except ValueError as error:
+                    assert str(path) in str(error), (entry, field, value)
+    path.write_bytes(data[:-8] + value.to_bytes(8, "little"))
+    with codec.opened(path) as reader, pytest.raises(ValueError, match=str(path)):
+        reader.part(0)
+
+
 def test_a_plain_layer_has_no_forms_and_comes_in_its_own_records(tmp_path):
     path = tmp_path / "x"
     filled("k3v3").save(path, block=2)
@@ -326,7 +363,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         write(self, x)
 
     monkeypatch.setattr(Writer, "_write", fills)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         filled("mean").save(path)
     equal(KVStore.load(path), old)
     assert [p.name for p in tmp_path.iterdir()] == ["x"]

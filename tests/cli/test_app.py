@@ -105,7 +105,7 @@ def test_what_is_said_at_once_loads_nothing_heavy(lines, code, heavy):
 
 
 def test_an_import_that_waits_says_what_is_missing():
-    found = conventions.lazy("no.such.module", "it needs nowhere: pip install nowhere")
+    found = conventions.lazy("no.such.module", lambda: "it needs nowhere: pip install nowhere")
     with pytest.raises(ImportError, match="pip install nowhere"):
         found.anything
     with pytest.raises(ImportError, match="No module named 'no'"):
@@ -117,7 +117,9 @@ def test_an_import_that_waits_says_what_is_missing():
 def test_version_and_main_help(call):
     assert call("--version")[:2] == (0, f"turboquant {metadata.version('turboquant-nb')}\n")
     code, out, _ = call("--help")
-    assert code == 0 and all(c in out for c in ("demo", "generate", "recipe", "example:"))
+    assert code == 0 and all(
+        c in out for c in ("demo", "generate", "recipe", "TURBOQUANT_CACHE", "example:")
+    )
 
 
 @pytest.mark.parametrize("line", ["", "eval"])

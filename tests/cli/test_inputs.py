@@ -2,6 +2,7 @@
 and what a GGUF file says in its head."""
 
 import json
+import struct
 
 import gguf
 import huggingface_hub
@@ -227,6 +228,7 @@ def test_the_head_of_a_gguf_file(tmp_path):
         b"GGUX" + whole[4:],
         whole[:4] + bytes([1]) + whole[5:],
         whole[:24] + b"\xff" * 8 + whole[32:],
+        whole[:24] + struct.pack("<QcI", 1, b"a", 9) + struct.pack("<IQ", 9, 1) * 100_000,
     ):
         broken.write_bytes(change)
         with pytest.raises(ValueError, match="GGUF|damaged|ends"):

@@ -3,6 +3,7 @@ transformers' own, batches, codes and files."""
 
 import csv
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -118,6 +119,19 @@ def test_embeddings_are_those_of_transformers(call, esm2, proteins, own, tmp_pat
         assert (np.array(lines[i][1:], np.float32) == means["embeddings"][i]).all()
 
 
+@pytest.mark.parametrize("kind", ["npz", "safetensors", "csv"])
+def test_a_full_disk_names_the_file(call, esm2, proteins, tmp_path, kind):
+    "safetensors had an error of its own, and no other named a file."
+    out, limits = tmp_path / f"r.{kind}", resource.getrlimit(resource.RLIMIT_FSIZE)
+    ask = f"contacts --model {esm2 / 'model'} --fasta {proteins} --out {out} --quiet"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        code, _, err = call(ask)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1 and f"File too large: '{out}'" in err and [*tmp_path.iterdir()] == []
+
+
 def test_contacts_are_those_of_transformers(call, esm2, proteins, own, tmp_path):
     ask = f"contacts --model {esm2 / 'model'} --fasta {proteins} --quiet"
     code, out, _ = call(f"{ask} --above 0.5 --apart 4 --json --out {tmp_path / 'c.npz'}")
@@ -160,6 +174,23 @@ def test_a_code_changes_a_little(call, esm2, proteins, own, tmp_path):
             and np.abs(got - exact).max() > 1e-5
         )
         assert 1e-7 < np.abs(np.load(tmp_path / "c.npz")[name] - contacts).max() < 0.1
+
+
+def test_what_was_changed_is_said(call, esm2, tmp_path):
+    "A line each, whatever is silenced; of what is no protein, the name and an error."
+    path, out = tmp_path / "a.fasta", tmp_path / "a.npz"
+    ask = f"embed --model {esm2 / 'model'} --fasta {path} --out {out} --quiet"
+    path.write_text(f">a\nMJKV*\n>b\n{'MK' * 512}\n")
+    code, _, err = call(ask)
+    assert code == 0 and [x.partition(": ")[0] for x in err.splitlines()] == ["turboquant"] * 3
+    for text in (
+        "at the end of 1 of 2 sequences",
+        "1 residues are read as X",
+        "1,022 residues",
+    ):
+        assert text in err
+    path.write_text(">one\nACGUACGUACGUACGUACGU\n")
+    refused(call(ask), "the sequence 'one' must be a protein, got 20 letters")
 
 
 def test_without_a_contact_head_it_refuses(call, esm2, proteins, tmp_path):

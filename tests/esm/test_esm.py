@@ -3,8 +3,10 @@
 import argparse
 import copy
 import math
+import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -39,6 +41,7 @@ from turboquant_nb.esm import (
     variants,
     variants_of,
 )
+from turboquant_nb.esm.checkpoints import batches
 from turboquant_nb.esm.mutations import MaskedRows, sampled
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Spec
@@ -958,8 +961,8 @@ def test_variants_are_checked_without_a_model():
 
 
 def test_tokens():
-    ids, mask = tokens(["LAG", "mx?"])
-    assert ids.tolist() == [[0, 4, 5, 6, 2], [0, 20, 24, 3, 2]] and mask.all()
+    ids, mask = tokens(["LAG", "mxu"])
+    assert ids.tolist() == [[0, 4, 5, 6, 2], [0, 20, 24, 26, 2]] and mask.all()
     ids, mask = tokens(["L", "LAG"])
     assert ids[0].tolist() == [0, 4, EOS, 1, 1] and mask[0].tolist() == [1, 1, 1, 0, 0]
     for bad in ([], [""]):
@@ -967,6 +970,74 @@ def test_tokens():
             tokens(bad)
     with pytest.raises(TypeError):
         tokens("LAG")
+
+
+RNA = "AUGGCUUGCAAUGGCUUGCAA"
+
+
+@pytest.mark.parametrize(
+    "letters, why",
+    [
+        ("MKT1AY2I", "sequences[1] must be residues, one of ABCDEFGHIJKLMNOPQRSTUVWXYZ each, "
+         "got '1' at 4, '2' at 7"),
+        ("MK-T.A Y*", "got '-' at 3, '.' at 5, ' ' at 7, '*' at 9"),
+        ("?" * 1_005, "'?' at 5 and 1,000 more"),
+        ("MK\N{LATIN SMALL LETTER DOTLESS I}", "at 3"),  # whose capital is I
+        ("MK<mask>", "'<' at 3, '>' at 8"),
+        (RNA, "sequences[1] must be a protein, got 21 letters that are all bases of RNA"),
+        (RNA.replace("U", "t") + "NN", "all bases of DNA; translate it first"),
+    ],
+)  # fmt: skip
+def test_what_no_protein_has_is_refused(letters, why):
+    "It became <unk>, or a gap's own token, without a word."
+    for read in (tokens, lambda x: next(batches(x))):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            read(["MKV", letters])
+
+
+def test_letters_with_a_meaning_are_read():
+    "B, Z, X, U and O have tokens; proteins of few kinds of residues are proteins."
+    for letters in ("BZXUO", RNA[:19], "ACGU" * 9 + "M", "AGAGAGAGAGAGAGAGAGAGAG", "A" * 50):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            (row,) = tokens([letters])[0].tolist()
+        assert [TOKENS[i] for i in row[1:-1]] == [*letters]
+
+
+def test_leucine_or_isoleucine_is_read_as_any_and_said():
+    "fair-esm's <unk> was in no sequence that the model was trained on; X was."
+    said = "2 residues are read as X, 2 of [1], 4 of [1]"
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        ids, _ = tokens(["MKV", "MJVj"])
+    assert torch.equal(ids, tokens(["MKV", "MXVX"])[0])
+    with pytest.warns(UserWarning, match=re.escape("1 residues are read as X, 1 of [2]")):
+        (_, ids, _) = next(batches(["MKV", "MKVVV", "JK"], at_most=4))
+    assert torch.equal(ids, tokens(["XK"])[0])
+
+
+def test_more_residues_than_the_model_was_trained_on(model):
+    with TurboEsm(model) as turbo:
+        for length, how in ((1023, turbo.prefill), (1023, turbo.reread), (1022, None)):
+            ids, _ = tokens(["MK" * 511 + "V" * (length - 1022)])
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                (how or turbo.prefill)(ids)
+            assert [str(x.message) for x in said] == (
+                ["a protein has more than the 1,022 residues that this model was trained on; "
+                 "what it says of them is less certain"] if how else []
+            )  # fmt: skip
+        with pytest.warns(UserWarning, match="1,022 residues"):
+            turbo.decode(torch.tensor([[20]]))
+
+
+def test_the_stop_of_a_sequence_is_said(tmp_path):
+    path = tmp_path / "a.fasta"
+    path.write_text(">a\nMKV*\n>b\nMKV\n>c\nMK\nV*\n")
+    with pytest.warns(UserWarning, match="the stop . is left out at the end of 2 of 3 seq"):
+        assert read_fasta(path) == dict.fromkeys("abc", "MKV")
+    path.write_text(f">a\nMKV\n>b\n{RNA}\n")
+    with pytest.raises(ValueError, match="a.fasta: the sequence 'b' must be a protein, got 21"):
+        read_fasta(path)
 
 
 # --- fair-esm
@@ -1058,7 +1129,9 @@ def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True)
     said = done.stdout.splitlines()
-    assert len(said) == 2 and all('pip install "turboquant-nb[hf]"' in x for x in said), said
+    assert len(said) == 2 and all('pip install "turboquant-nb[hf] @ git+' in x for x in said), (
+        said
+    )
 
 
 def of_moments(mean, second, query):

@@ -99,7 +99,7 @@ def test_a_recipe_in_one_pass():
     [
         ("", "1 to 1,022 residues, got 0"),
         ("A" * 1023, "1 to 1,022 residues, got 1,023"),
-        ("ACDB", "20 residues or X, got 'B' at 4"),
+        ("ACDB", "must be residues, one of ACDEFGHIKLMNPQRSTVWYX each, got 'B' at 4"),
         ("AC DE", "got ' ' at 3"),
         ("ACU", "got 'U' at 3"),
     ],

@@ -19,7 +19,6 @@ import torch
 from turboquant_nb.evaluation import models
 from turboquant_nb.evaluation.models import (
     ModelWheel,
-    cache_dir,
     demo_message,
     embedded_path,
     load_model,
@@ -178,10 +177,15 @@ def test_two_at_once(toy):
 def test_leftover_of_a_killed_process_is_swept(toy):
     spec, pip, folder = toy
     for name, age in (("old", 200_000), ("new", 10)):
-        (folder / f".partial-{name}").mkdir(parents=True)
-        os.utime(folder / f".partial-{name}", (time.time() - age,) * 2)
+        (folder / f".turboquant-partial-{name}").mkdir(parents=True)
+        os.utime(folder / f".turboquant-partial-{name}", (time.time() - age,) * 2)
+    (folder / ".partial-old").mkdir()  # of another program
+    os.utime(folder / ".partial-old", (1, 1))
     embedded_path(False, spec=spec, pip=pip(), folder=folder)
-    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [".partial-new"]
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [
+        ".partial-old",
+        ".turboquant-partial-new",
+    ]
 
 
 def test_progress(toy, capsys, monkeypatch):
@@ -204,40 +208,6 @@ def test_progress(toy, capsys, monkeypatch):
         "turboquant: x (0 MB)",
         *(f"turboquant: x: {q} %" for q in (25, 50, 75, 100)),
     ]
-
-
-@pytest.mark.parametrize(
-    "env, want",
-    [
-        (dict(TURBOQUANT_CACHE="/a/b", XDG_CACHE_HOME="/x"), Path("/a/b")),
-        (dict(TURBOQUANT_CACHE="", XDG_CACHE_HOME="/x"), Path("/x/turboquant-nb")),
-        (dict(TURBOQUANT_CACHE="~/mine"), Path.home() / "mine"),
-    ],
-)
-def test_cache_dir(monkeypatch, env, want):
-    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    assert cache_dir() == want
-
-
-@pytest.mark.parametrize(
-    "platform, env, end",
-    [
-        ("linux", {}, ".cache/turboquant-nb"),
-        ("darwin", {}, "Library/Caches/turboquant-nb"),
-        ("win32", {}, "AppData/Local/turboquant-nb"),
-        ("win32", {"LOCALAPPDATA": "/local"}, "/local/turboquant-nb"),
-    ],
-)
-def test_cache_dir_by_platform(monkeypatch, platform, env, end):
-    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert cache_dir().as_posix().endswith(end)
 
 
 def test_the_sample_is_what_was_measured_and_its_message_has_one_chapter():
@@ -302,7 +272,9 @@ def test_a_model_that_is_no_decoder(tmp_path):
 def test_missing_extra(monkeypatch, tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ImportError, match=r'pip install "turboquant-nb\[demo\]"'):
+    with pytest.raises(
+        ImportError, match=r'pip install "turboquant-nb\[demo\] @ git\+https://github.com/turbo'
+    ):
         load_model(tmp_path / "a.gguf")
 
 

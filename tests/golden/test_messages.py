@@ -11,7 +11,24 @@ MEANS = "keys with a centre cannot have a soft cap: leave the calibration's mean
 WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
 _LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
 _PLAN = "of the target of an encode, which is no object any more"
+_INSTALL = "by `checks.missing`, with the repository's address: no index has the package"
 GONE: dict[str, str] = {
+    "this package is imported but not installed, so vLLM cannot find its backend: pip install "
+    "turboquant-nb": _INSTALL,
+    "vLLM is not installed in this environment: pip install 'turboquant-nb[vllm]'": _INSTALL,
+    'turboquant web needs gradio: pip install "turboquant-nb[web]"': _INSTALL,
+    'turboquant_nb.esm needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"': (
+        _INSTALL
+    ),
+    '{} is needed here and could not be imported ({}): pip install "turboquant-nb[demo]"': (
+        _INSTALL
+    ),
+    'turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"': (
+        _INSTALL
+    ),
+    "Triton is not installed (pip install 'turboquant-nb[triton]')": _INSTALL,
+    "vLLM is not installed: pip install 'turboquant-nb[vllm]'": _INSTALL,
+    '{}: pip install "turboquant-nb[entropy]"': _INSTALL,
     "{} has format {}, this version reads {}: {}": "no format of before is read or explained",
     "{}.{} must be {} of shape {}, got {}": "by one name that holds both: key.plane0",
     "/{} needs a file: /{} talk.safetensors": "such files are no safetensors",

@@ -1,6 +1,8 @@
 """Validators over many kinds of values; every message names the argument, what was expected and
 what came."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -195,3 +197,14 @@ def test_device():
     assert checks.device(x, "x", torch.device("cpu"), "the rotation") is x
     with pytest.raises(ValueError, match="^x must be on meta like the rotation, got cpu$"):
         checks.device(x, "x", torch.device("meta"), "the rotation")
+
+
+def test_an_extra_is_installed_from_the_repository():
+    "No index has the package yet; one function says so, for all that need an extra."
+    address = "git+https://github.com/turboquant-nb/turboquant-nb"
+    want = f'X is not installed: pip install "turboquant-nb[x] @ {address}"'
+    assert checks.missing("X is not installed", "x") == want
+    package = Path(checks.__file__).parent
+    typed = [p.name for p in package.rglob("*.py") if "install turboquant-nb" in p.read_text()]
+    typed += [p.name for p in package.rglob("*.py") if "turboquant-nb[" in p.read_text()]
+    assert typed == ["checks.py"]

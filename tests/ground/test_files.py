@@ -1,15 +1,31 @@
 """Files of tensors and a header: there and back, and everything that is refused. What is
 written into them is tested where it is made."""
 
+import errno
 import json
 import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from turboquant_nb.files import digest, read_file, write_file
+from turboquant_nb.files import (
+    beside,
+    cache_dir,
+    digest,
+    is_private,
+    private_folder,
+    read_file,
+    temporary_folder,
+    write_file,
+)
 from turboquant_nb.testing import same
 
 KIND = "turboquant-nb test 2"
@@ -103,16 +119,50 @@ def test_other_kinds_are_refused(path, tmp_path):
             read_file(tmp_path / "y", KIND, "test")
 
 
-def test_a_failed_write_leaves_the_old_file(path, monkeypatch):
-    def full(tensors, to, **kwargs):
-        open(to, "wb").write(b"half")
+def test_a_full_disk_leaves_the_old_file(path):
+    "An OSError that names the file, from whatever writes; a limit of the process is as full."
+    old, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(old), limits[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            write_file(path, TENSORS | {"more": torch.zeros(10_000)}, {}, KIND)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == errno.EFBIG and str(path) in str(error.value)
+    assert path.read_bytes() == old and [x.name for x in path.parent.iterdir()] == ["x"]
+
+
+def test_an_error_without_a_number_keeps_its_words(path):
+    with pytest.raises(OSError, match="^disk full$"), beside(path):
         raise OSError("disk full")
 
-    old = path.read_bytes()
-    monkeypatch.setattr("turboquant_nb.files.save_file", full)
-    with pytest.raises(OSError, match="disk full"):
-        write_file(path, TENSORS, {}, KIND)
-    assert path.read_bytes() == old and [x.name for x in path.parent.iterdir()] == ["x"]
+
+KILLED = """
+import os, sys
+from turboquant_nb.files import beside
+with beside(sys.argv[1]) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_write(path):
+    "After an hour, and nothing else that looks like it."
+    done = subprocess.run([sys.executable, "-c", KILLED, path])
+    (left,) = path.parent.glob("*.part")
+    assert done.returncode == -9 and left.read_bytes() == b"half"
+    other = [path.with_name(x) for x in ("x.part", "x.mine.part", "y.0123abcd.part", "xx")]
+    for each in (left, *other):
+        each.touch()
+        os.utime(each, (1, 1))
+    os.utime(left, (time.time() - 60,) * 2)
+    write_file(path, TENSORS, HEADER, KIND)
+    assert left.exists(), "somebody may be writing it"
+    os.utime(left, (time.time() - 4000,) * 2)
+    write_file(path, TENSORS, HEADER, KIND)
+    assert not left.exists() and all(x.exists() for x in other)
+    assert read_file(path, KIND, "test")[1] == HEADER
 
 
 def test_the_metadata_hold_format_and_digest(path):
@@ -160,3 +210,68 @@ def test_others_may_read_what_the_umask_allows(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+
+
+# --- where downloads and compiled kernels are kept
+
+
+@pytest.mark.parametrize(
+    "env, want",
+    [
+        (dict(TURBOQUANT_CACHE="/a/b", XDG_CACHE_HOME="/x"), Path("/a/b")),
+        (dict(TURBOQUANT_CACHE="", XDG_CACHE_HOME="/x"), Path("/x/turboquant-nb")),
+        (dict(TURBOQUANT_CACHE="~/mine"), Path.home() / "mine"),
+    ],
+)
+def test_cache_dir(monkeypatch, env, want):
+    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    assert cache_dir() == want
+
+
+@pytest.mark.parametrize(
+    "platform, env, end",
+    [
+        ("linux", {}, ".cache/turboquant-nb"),
+        ("darwin", {}, "Library/Caches/turboquant-nb"),
+        ("win32", {}, "AppData/Local/turboquant-nb"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local/turboquant-nb"),
+    ],
+)
+def test_cache_dir_by_platform(monkeypatch, platform, env, end):
+    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert cache_dir().as_posix().endswith(end)
+
+
+def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(monkeypatch, tmp_path):
+    "As in a container: no HOME, and a number of a user that has no entry."
+    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**30 + 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found = cache_dir()
+    assert found == cache_dir() == temporary_folder() and found.parent == tmp_path
+    assert found.stat().st_mode & 0o777 == 0o700 and len([*tmp_path.iterdir()]) == 1
+    found.chmod(0o777)
+    with pytest.raises(PermissionError, match="another user may have written to it: '.*nb-"):
+        cache_dir()
+
+
+def test_a_folder_for_code_is_its_users_alone(monkeypatch, tmp_path):
+    mine = private_folder(tmp_path / "deep" / "mine")
+    assert mine.stat().st_mode & 0o777 == 0o700 and private_folder(mine) == mine
+    for mode, private in ((0o755, True), (0o775, False), (0o757, False), (0o700, True)):
+        mine.chmod(mode)
+        assert is_private(mine) == private, oct(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: mine.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="another user may have written to it"):
+        private_folder(mine)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        private_folder(tmp_path / "file" / "x")

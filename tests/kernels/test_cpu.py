@@ -1,8 +1,14 @@
 """The compiled kernel of processors against attention on codes, as compiled for this processor,
 for one with AVX2 and for any: random recipes, shapes, ranges, crops, evictions."""
 
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from shutil import which
 from unittest.mock import patch
 
 import pytest
@@ -190,6 +196,90 @@ def test_a_source_that_does_not_compile(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "SOURCE", "#error not this one\n")
     assert "not this one" in Library(folder=tmp_path).why
     assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_compiler_that_fails_without_a_word(tmp_path):
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\nexit 3\n")
+    silent.chmod(0o755)
+    why = Library(compiler=str(silent), folder=tmp_path).why
+    assert why == f"{silent} could not compile the kernel: it ended with code 3"
+
+
+EMPTY = 'extern "C" void attend(void *) {}\n'  # compiles at once
+PLANTED = """
+#include <cstdio>
+#include <cstdlib>
+extern "C" void attend(void *) {}
+__attribute__((constructor)) static void ran() { std::fclose(std::fopen(PLACE, "w")); }
+"""
+
+
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_code_that_another_user_may_have_written_is_not_loaded(tmp_path, monkeypatch, of):
+    "A file in one's own folder is made anew; in a folder of others nothing is kept or loaded."
+    monkeypatch.setattr("turboquant_nb.kernels.cpu.SOURCE", EMPTY)
+    kept, ran = tmp_path / "kept", tmp_path / "ran"
+    kept.mkdir(mode=0o700)
+    first = Library(folder=kept)
+    if first.why:
+        pytest.skip(first.why)
+    (file,) = kept.iterdir()
+    kept.chmod(0o777 if of == "folder" else 0o700)
+    source, compiler = tmp_path / "planted.cpp", which("c++") or which("g++")
+    source.write_text(PLANTED.replace("PLACE", f'"{ran}"'))
+    subprocess.run([compiler, "-fPIC", "-shared", source, "-o", file], check=True)
+    file.chmod(0o777 if of == "file" else 0o700)
+    why = Library(folder=kept).why
+    assert not ran.exists(), "code of others ran"
+    if of == "file":
+        assert why == "" and file.stat().st_mode & 0o777 == 0o700
+    else:
+        assert "another user may have written to it" in why and str(kept) in why
+        assert "the environment variable TURBOQUANT_CACHE names another folder" in why
+    ctypes.CDLL(str(shutil.copy(file, tmp_path / "copy.so")))
+    assert ran.exists() == (of == "folder"), "the planted file would have run"
+
+
+NO_HOME = """
+import resource, sys
+from turboquant_nb.kernels import cpu
+if sys.argv[1] == "full":  # no file may be longer: as full as a disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+else:
+    cpu.SOURCE = sys.argv[2]
+print(cpu.Library().why)
+"""
+
+
+@pytest.mark.parametrize("way", ["no folder", "no home", "full"])
+def test_an_unfriendly_machine(tmp_path, way):
+    """Where no home can be written the kernel is kept in the temporary folder, compiled once;
+    where no folder takes it, the reason names one and the variable."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (tmp_path / "file").touch()
+    gone = ("HOME", "XDG_CACHE_HOME", "TURBOQUANT_CACHE")
+    env = {n: x for n, x in os.environ.items() if n not in gone} | {"TMPDIR": str(temporary)}
+    home = "/dev/null" if way == "no home" else str(tmp_path / "home")
+    env |= {"HOME": home} | (
+        {"XDG_CACHE_HOME": str(tmp_path / "file")} if way == "no folder" else {}
+    )
+    made = []
+    for _ in range(2):
+        run = [sys.executable, "-c", NO_HOME, way, EMPTY]
+        done = subprocess.run(run, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        made.append({x: x.stat().st_mtime_ns for x in temporary.glob("turboquant-nb-*/*.so")})
+    if "no C++ compiler" in done.stdout:
+        pytest.skip(done.stdout)
+    if way == "full":
+        assert "File too large" in done.stdout and f"{home}/.cache/turboquant-nb" in done.stdout
+        assert "TURBOQUANT_CACHE" in done.stdout and made == [{}, {}]
+        return
+    assert done.stdout.strip() == "" and made[0] == made[1] and len(made[0]) == 1
+    (folder,) = temporary.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_scales_of_hidden_tokens_say_nothing(kernel):

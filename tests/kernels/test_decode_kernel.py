@@ -628,7 +628,7 @@ store = KVStore("k3v3", 1, 1, 64)
 store.append(torch.randn(1, 1, 9, 64), torch.randn(1, 1, 9, 64))
 q = torch.randn(1, 1, 1, 64)
 why = refuses(Call.of(q, store))
-assert why == "Triton is not installed (pip install 'turboquant-nb[triton]')", why
+assert why.startswith('Triton is not installed: pip install "turboquant-nb[triton] @ git+'), why
 try:
     decode_attention(q, store)
 except ValueError as error:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from turboquant_nb import files
 from turboquant_nb.cache.codec import CODES, HEADER, Reader, Writer
 from turboquant_nb.quant.calibration import Calibration
 from turboquant_nb.serving import folder
@@ -126,10 +127,15 @@ def test_a_folder_with_ones_own_pages_and_others_is_no_news(tmp_path, said):
     (tmp_path / "broken/about.json").write_text("{")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/about.json").write_text("[1]")
+    deep, pipe = tmp_path / "deep/about.json", tmp_path / "pipe/about.json"
+    for path in (deep, pipe):
+        path.parent.mkdir()
+    deep.write_text("[" * 100_000)
+    os.mkfifo(pipe)
     Records(tmp_path, dict(recipe="k4v4"), N)
     assert len(said()) == 2
     Records(tmp_path, dict(recipe="k1v1"), N)
-    assert "those in other have another recipe, header" in said()[2]
+    assert said()[2].count("have another recipe") == 3 and "in other" not in said()[2]
 
 
 def test_whatever_a_stream_says_is_a_miss(tmp_path, said):
@@ -205,6 +211,9 @@ class NoRoom:
     def __exit__(self, *error):
         self.file.close()
 
+    def fileno(self):
+        return self.file.fileno()
+
     def write(self, data):
         self.room -= len(data)
         if self.room < 0:
@@ -219,7 +228,7 @@ def test_a_full_disk(tmp_path, said, monkeypatch):
         full = lambda path, mode: (
             NoRoom(open(path, mode), 1000) if "x" in mode else open(path, mode)
         )
-        m.setattr(folder, "open", full, raising=False)
+        m.setattr(files, "open", full, raising=False)
         for key in (KEY, bytes(35) + b"1", OTHER):
             assert not records.write(key, PAGE)
     assert len(said()) == 1 and "was not written: No space left on device" in said()[0]
@@ -249,6 +258,24 @@ def test_a_folder_in_the_place_of_a_page(tmp_path, said):
     assert all("is a miss" in x or "was not written" in x for x in said())
 
 
+def foreign_files(root, records) -> list:
+    "Old files that look like pages and parts, in folders and behind links that no tier made."
+    elsewhere = root.parent / f"{root.name} elsewhere"
+    home, name = elsewhere / "home", place(records).name
+    (home / name[:2]).mkdir(parents=True)
+    (root / "book/ch").mkdir(parents=True)
+    out = [root / "book/ch/one.page", root / "book/ch/two.part", home / name[:2] / name]
+    out += [Path(records.home, "ab", name), place(records).with_name("mine.page")]
+    out[3].parent.mkdir()
+    (root / "linked").symlink_to(home)
+    (Path(records.home) / "cd").symlink_to(home / name[:2])
+    out.append(home / name[:2] / f"cd{name[2:]}")
+    for path in out:
+        path.touch()
+        os.utime(path, (1, 1))
+    return out
+
+
 def test_room(tmp_path):
     "Pages of all kinds that were used longest ago go; nothing else does."
     other = Records(tmp_path, ABOUT | dict(recipe="k4v4"), N)
@@ -257,10 +284,12 @@ def test_room(tmp_path):
         os.utime(other.path(bytes(35) + bytes([i])), (i, i))
     foreign = place(other).with_name("notes.txt")
     foreign.write_text("mine")
-    old, new = (place(other).with_name(f"{x}.page.0.part") for x in ("old", "new"))
+    beside = lambda n: place(other).with_suffix(f".page.{n:08x}.part")
+    old, new = beside(1), beside(2)
     for path in (old, new):
         path.write_bytes(b"x")
     os.utime(old, (9, 9))
+    theirs = foreign_files(tmp_path, other)
     records = Records(tmp_path, ABOUT, N, 32 * other.size(KEY))
     for i in range(100):
         key = bytes(34) + bytes([1, i])
@@ -274,6 +303,7 @@ def test_room(tmp_path):
     assert kept[0] == 0 and kept[1:] == [*range(kept[1], 100)] and len(kept) > 25, kept
     assert not any(other.has(bytes(35) + bytes([i])) for i in range(8))
     assert foreign.exists() and new.exists() and not old.exists()
+    assert all(path.exists() for path in theirs), [x for x in theirs if not x.exists()]
     with pytest.raises(ValueError, match="max_bytes must be an integer of at least 48000"):
         Records(tmp_path, ABOUT, N, 47_999)
 

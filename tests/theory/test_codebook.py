@@ -502,3 +502,14 @@ def test_negative_weights_are_refused():
     for weights in ([-1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]):
         with pytest.raises(ValueError, match="weights must not be negative"):
             codebook.lloyd_max_samples(torch.tensor([1.0, 2.0, 3.0]), 1, torch.tensor(weights))
+
+
+def test_scipy_is_imported_where_it_is_used():
+    "It takes as long as all other imports of a recipe together."
+    code = (
+        "import sys, turboquant_nb.kernels.ops\nfrom turboquant_nb.theory import codebook\n"
+        "print('scipy' in sys.modules)\ncodebook.lloyd_max(3, 64)\n"
+        "print('scipy.special' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr

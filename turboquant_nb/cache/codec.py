@@ -546,7 +546,9 @@ class Reader:
         if not self.ahead and self.index:
             for kind, i, a, tiles, _ in self.index:
                 if kind == PLANES:
-                    self.known[i].take_last(self._sought(kind, i, a), a, tiles)
+                    data = self._sought(kind, i, a)
+                    with self._decoding(i):
+                        self.known[i].take_last(data, a, tiles)
         else:
             self._take_last()
         for i, store in enumerate(stores):
@@ -563,11 +565,16 @@ class Reader:
                         part.memory.tensors[name][:, :, at : at + new.shape[2]] = new
             store.changed()
 
+    def _seek(self, at: int) -> None:
+        if at > self.size:
+            raise self._not(f"a record at {at} expected, it has {self.size} bytes")
+        self.at = self.file.seek(at)
+
     def _load_index(self) -> None:
         "Where each record begins."
         if self.index is None:
-            self.at = self.file.seek(self.size - 8)
-            self.at = self.file.seek(struct.unpack("<Q", self._read(8))[0])
+            self._seek(self.size - 8)
+            self._seek(struct.unpack("<Q", self._read(8))[0])
             _, kind, *_, data = self.record()
             if kind != END or len(data) % _ENTRY.size or self.at != self.size - 8:
                 raise self._not("it has no end")
@@ -578,7 +585,7 @@ class Reader:
         at = next((x[4] for x in self.index if x[:3] == (kind, i, a)), None)
         if at is None:
             raise self._not(f"it has no record {[kind, i, a]}")
-        self.at = self.file.seek(at)
+        self._seek(at)
         _, *got, _, data = self.record()
         if got != [kind, i, a]:
             raise self._not(f"record {[kind, i, a]} expected, got {got}")
@@ -646,7 +653,7 @@ def opened(
 def write(path, states, header: dict, **how) -> Counter:  # bytes by kind of tensor
     """Layers, (tensors, state) each, to a file that is there whole or not at all; `how` as of
     `Writer`. Raises OSError, and leaves what was there."""
-    with beside(path) as temporary, open(temporary, "xb") as file:
+    with beside(path) as file:
         writer, before = Writer(file, header, **how), []
         for state in states:
             before.append(writer.stage(*state))

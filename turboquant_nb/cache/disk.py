@@ -80,7 +80,7 @@ def described(header: Saved) -> SimpleNamespace:
         raise ValueError("these tensors are not the state of a single store")
     h = SimpleNamespace(clock=clock_of(header))
     for name in ("batch", "heads", "tile", "length"):
-        setattr(h, name, header.whole(name, name != "length", _FARTHEST))
+        setattr(h, name, header.whole(name, int(name != "length"), _FARTHEST))
     for name in ("offset", "_recent_from"):
         setattr(h, name, header.whole(name, 0, h.length))
     if h.offset % h.tile:

@@ -235,7 +235,7 @@ def save_small(
             f"code must have the layers {sorted(states)}, got those of {code.groups}"
         )
     head = {"format": FORMAT_SMALL, "code": code.digest, "step": step}
-    with beside(path) as temporary, open(temporary, "xb") as file:
+    with beside(path) as file:
         writer = Writer(file, head)
         for g in code.groups:
             n, dtype = states[g[0]][0].shape[2], states[g[0]][0].dtype

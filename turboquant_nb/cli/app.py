@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import import_module, metadata
@@ -26,9 +27,9 @@ import typer.models
 # %% ../../nbs/reference/87a_cli_app.ipynb #df83d3c7
 class lazy:
     """A module that is imported when one of its names is first asked for. ImportError says what
-    is `missing`, if that is given."""
+    `missing()` gives, if that is given."""
 
-    def __init__(self, name: str, missing: str = ""):
+    def __init__(self, name: str, missing=None):
         self.__name__, self._missing = name, missing
 
     def __getattr__(self, name: str):
@@ -37,7 +38,7 @@ class lazy:
         try:
             return getattr(import_module(self.__name__), name)
         except ImportError as error:
-            raise ImportError(self._missing or str(error)) from error
+            raise ImportError(self._missing() if self._missing else str(error)) from error
 
 # %% ../../nbs/reference/87a_cli_app.ipynb #46fad7cd
 @dataclass(frozen=True)
@@ -227,6 +228,11 @@ def message(error: BaseException) -> str:
     return text if "\n  " in text and "What you can do" in text else " ".join(text.split())
 
 # %% ../../nbs/reference/87a_cli_app.ipynb #2461954f
+def _tell(text, *where, **how) -> None:
+    "A warning as a line on standard error."
+    print(f"turboquant: {text}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _guarded(
     name: str,  # the command, for the message
@@ -234,7 +240,9 @@ def _guarded(
 ):
     "Turn whatever happens in the block into one line on standard error and `typer.Exit`."
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = _tell
+            yield
         sys.stdout.flush()
     except typer.Exit:
         raise
@@ -407,6 +415,8 @@ def _say_version(value: bool) -> None:
 app = typer.Typer(
     name="turboquant",
     help="A language model's key-value cache in 1 to 4 bits per value.",
+    epilog="The environment variable TURBOQUANT_CACHE names the folder in which the downloaded "
+    "model and compiled kernels are kept.",
     cls=_exemplified(
         _Commands, "turboquant demo\nturboquant generate --prompt 'Name three whales.'"
     ),

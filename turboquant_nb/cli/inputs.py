@@ -154,7 +154,7 @@ def gguf_head(path: str | Path) -> bytes:
                     kept.append(f.read(end - begin))
                     if f.tell() != end:
                         raise ValueError("the file ends inside its head")
-        except (struct.error, OverflowError, MemoryError) as error:
+        except (struct.error, OverflowError, MemoryError, RecursionError) as error:
             raise ValueError(
                 f"the file ends inside its head, or is damaged there ({error})"
             ) from error

@@ -29,7 +29,8 @@ bars, rich_text = lazy("rich.progress"), lazy("rich.text")
 hooks = lazy("turboquant_nb.hf.hooks")
 consoles, tables = lazy("rich.console"), lazy("rich.table")
 results, log = lazy("turboquant_nb.results"), lazy("transformers.utils.logging")
-backends = lazy("matplotlib.backend_bases", "--plot needs matplotlib: pip install matplotlib")
+_no_plot = lambda: "--plot needs matplotlib: pip install matplotlib"
+backends = lazy("matplotlib.backend_bases", _no_plot)
 
 # %% ../../nbs/reference/87b_cli_output.ipynb #b1f6b057
 def aligned(
@@ -254,7 +255,15 @@ def writing(
         new = Path(scratch) / path.name
         yield new
         _set_mode(new)
-        _move(new, path)
+        if path.exists() and not path.is_file():
+            raise OSError(
+                f"{path} has become something else than a regular file; it was not replaced"
+            )
+        os.replace(new, path)
+    except OSError as error:
+        if error.errno and not error.filename:  # a full disk names no file
+            error.filename = str(path)
+        raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -265,20 +274,6 @@ def _set_mode(new: Path) -> None:
     probe.touch()
     new.chmod(probe.stat().st_mode & 0o777)
     probe.unlink()
-
-
-def _move(new: Path, path: Path) -> None:
-    "Rename, never over anything but a regular file; into a folder that is there already."
-    if new.is_dir() and path.is_dir():
-        for x in new.iterdir():
-            os.replace(x, path / x.name)
-    elif path.exists() and (new.is_dir() or not path.is_file()):
-        raise OSError(
-            f"{path} has become something else than a regular file; it was not replaced"
-        )
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(new, path)
 
 # %% ../../nbs/reference/87b_cli_output.ipynb #e5bc8b91
 def recorded(

@@ -310,7 +310,7 @@ def _write_arrays(found: dict, path: Path, stacked: bool) -> None:
     arrays = {"embeddings": np.stack([found[name] for name in names])} if stacked else found
     if path.suffix.lower() == ".safetensors":
         arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-        arrays_of.save_file(arrays, path, metadata={"names": json.dumps(names)})
+        path.write_bytes(arrays_of.save(arrays, {"names": json.dumps(names)}))
         return
     with zipfile.ZipFile(path, "w") as file:
         for name, x in (arrays | ({"names": np.array(names)} if stacked else {})).items():

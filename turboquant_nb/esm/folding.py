@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.spatial.transform import Rotation
 from torch import Tensor
 
-from .checkpoints import RESIDUES, _transformers
+from .checkpoints import RESIDUES, _transformers, check_residues
 from .model import TurboEsm
 from ..quant.recipe import Recipe, as_recipe
 
@@ -101,13 +100,9 @@ class Structure:
 def check_letters(letters: str, name: str = "letters") -> str:
     """Upper case. Raises ValueError for no residue, more than 1,022, and what is none of the
     twenty or X, which is all that a folding model can place."""
-    letters = letters.upper()
     if not 1 <= len(letters) <= LONGEST:
         raise ValueError(f"{name} must have 1 to {LONGEST:,} residues, got {len(letters):,}")
-    for i, x in enumerate(letters):
-        if x not in f"{RESIDUES}X":
-            raise ValueError(f"{name} must be of the 20 residues or X, got {x!r} at {i + 1}")
-    return letters
+    return check_residues(letters, name, f"{RESIDUES}X")
 
 
 def in_one_pass(recipe) -> Recipe:  # a Recipe, or what `as_recipe` takes
@@ -153,6 +148,8 @@ def rmsd(a: Tensor, b: Tensor) -> float:  # Å
     """Root mean square distance of two traces [L, 3] after superposition, by equation (75b.1).
     Raises ValueError for other shapes, fewer than three residues, and NaN. Source: Kabsch 1976,
     by SciPy's `align_vectors`."""
+    from scipy.spatial.transform import Rotation  # slow to import
+
     a, b = ((x - x.mean(0)).numpy() for x in _traces(a.cpu(), b.cpu()))
     _, left = Rotation.align_vectors(a, b)
     return float(left / np.sqrt(len(a)))

@@ -7,6 +7,7 @@ __all__ = ['EsmOutput', 'fingerprint', 'TurboEsm']
 
 # %% ../../nbs/73_esm_model.ipynb #206a8a08
 import math
+import warnings
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -143,6 +144,7 @@ class TurboEsm:
     def run(self, hook, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
         """The whole model over ids, with hook(layer, q, k, v, mask) -> (k, v, output or None)
         in every layer; nothing is kept."""
+        self._warn_of_length(ids.shape[1])
         return self._run(hook, lambda: self.base(ids, attention_mask=mask).last_hidden_state)
 
     def prefill(self, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
@@ -160,6 +162,16 @@ class TurboEsm:
         "ValueError where so many tokens are more than max_length."
         if self.max_length is not None and n > self.max_length:
             raise ValueError(f"max_length is {self.max_length}: cannot hold {n} tokens")
+
+    def _warn_of_length(self, n: int) -> None:
+        "Say that so many tokens are more than the model was trained on."
+        most = self.base.config.max_position_embeddings - 4  # the ends, and places before them
+        if n > most + 2:
+            warnings.warn(
+                f"a protein has more than the {most:,} residues that this model was trained "
+                "on; what it says of them is less certain",
+                stacklevel=2,
+            )
 
     def _read(
         self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False
@@ -244,6 +256,7 @@ def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
     if self.max_length is not None and past.length + n > self.max_length:
         text = f"cannot append {n} tokens to {past.length}"
         raise ValueError(f"max_length is {self.max_length}: {text}")
+    self._warn_of_length(past.length + n)
     positions = (past.length - past.start)[:, None] + torch.arange(n, device=ids.device)
     masked = self.masked + (ids == self.base.config.mask_token_id).sum(1)
     ratio = masked.float() / (past.length - past.start + n)

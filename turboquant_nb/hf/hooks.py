@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import checks
+
 try:
     from transformers.masking_utils import (
         ALL_MASK_ATTENTION_FUNCTIONS,
@@ -31,7 +33,7 @@ try:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 except ImportError as error:
     raise ImportError(
-        'turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"'
+        checks.missing("turboquant_nb.hf needs transformers 5.17 or newer", "hf")
     ) from error
 
 try:  # which outputs a pass collects; private, so it may move

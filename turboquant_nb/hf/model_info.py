@@ -17,11 +17,13 @@ from typing import NamedTuple
 
 import torch
 
+from .. import checks
+
 try:
     from transformers.cache_utils import DynamicCache
 except ImportError as error:
     raise ImportError(
-        'turboquant_nb.hf needs transformers 5.17 or newer: pip install "turboquant-nb[hf]"'
+        checks.missing("turboquant_nb.hf needs transformers 5.17 or newer", "hf")
     ) from error
 
 from ..quant.calibration import load_calibration, apply_bit_budget

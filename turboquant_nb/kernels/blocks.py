@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
@@ -288,7 +289,7 @@ def _two_halves(rotation) -> Tensor:
 def refuses(store: KVStore, tables: CodeTables | None) -> str:
     "Why `read_block` cannot read this store; empty if it can."
     if triton.language is None:
-        return "Triton is not installed (pip install 'turboquant-nb[triton]')"
+        return checks.missing("Triton is not installed", "triton")
     if not is_interpreted() and device_properties(store.device).capability < (8, 0):
         return (
             "an NVIDIA GPU from compute capability 8.0 on is needed, the store is on "

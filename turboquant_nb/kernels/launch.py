@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..cache.attention import Answer, Backend, Call, check_call
 from .decode import triton
 from turboquant_nb.kernels.decode_launch import (
@@ -118,7 +119,7 @@ DRAFTS = 64  # query tokens at most, where each reads its own last tokens exactl
 def shape_reason(q, heads: int, k, v, dtype, most: int = 16, group: int = 16) -> str:
     "Why queries and chunk of this kind cannot be served; empty if they can."
     if triton.language is None:
-        return "Triton is not installed (pip install 'turboquant-nb[triton]')"
+        return checks.missing("Triton is not installed", "triton")
     if any(x is not None and x.dtype not in _FLOATS for x in (q, k, v)) or dtype not in _FLOATS:
         return "q, k, v and the store must be float16, bfloat16 or float32"
     if not 1 <= q.shape[2] <= most:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..cache.attention import Answer, Backend, Call, check_call
 from ..cache.store import KVStore
 from .blocks import _bytes, _table, _two_quarters
@@ -311,7 +312,7 @@ def form_of(rows: int, tile: int, half: int, pairs: int, room: int) -> Form:
 def store_reason(store: KVStore) -> str:
     "Why the kernel cannot read a store; empty if it can."
     if triton.language is None:
-        return "Triton is not installed (pip install 'turboquant-nb[triton]')"
+        return checks.missing("Triton is not installed", "triton")
     if not is_interpreted() and (why := tensor_core_reason(store.device)):
         return why
     if store.dtype not in (torch.float16, torch.bfloat16):

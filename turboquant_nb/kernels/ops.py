@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, join, with_sinks
 from . import blocks, cpu, encode_launch, latents, launch, many_rows
@@ -248,7 +249,7 @@ class BlockByBlock(attention.Reference):
     def refuses(self, call: Call) -> str:
         store = call.store
         if blocks.triton.language is None:
-            return "Triton is not installed (pip install 'turboquant-nb[triton]')"
+            return checks.missing("Triton is not installed", "triton")
         if why := launch.device_reason(store, call.rule.backend == self.name):
             return why
         if not all(t.is_contiguous() for side in store.parts for t in side.tensors.values()):

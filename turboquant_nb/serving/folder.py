@@ -78,8 +78,7 @@ class Records:
         if not os.path.isdir(self.root):
             raise ValueError(f"path must be a folder that is there, got {os.fspath(folder)!r}")
         self.nbytes = checks.whole(nbytes, "nbytes", 1)
-        name = sha256(json.dumps(self.about, sort_keys=True).encode()).hexdigest()[:32]
-        self.home = os.path.join(self.root, name)
+        self.home = os.path.join(self.root, _digest(self.about))
         self.max_bytes, self.since, self.lock, self.said = max_bytes, 0, Lock(), set()
         self.sizes = {}  # of records, by the length of their keys
         if max_bytes is not None:
@@ -89,14 +88,21 @@ class Records:
 
     def others(self) -> str:
         "What differs in pages of other kinds that the folder holds; empty: it holds none."
-        found = []
-        for path in sorted(Path(self.root).glob("*/about.json")):
-            with suppress(OSError, ValueError):
+        each = self.kinds().items()
+        return "; ".join(
+            f"those in {path.name} have another {_differ(theirs, self.about)}"
+            for path, theirs in each
+        )
+
+    def kinds(self) -> dict:  # folder -> whose pages it holds
+        "Folders that a tier made: their names are digests of what they say of themselves."
+        found = {}
+        for path in filter(_is_file, sorted(Path(self.root).glob("*/about.json"))):
+            with suppress(OSError, ValueError, RecursionError):
                 theirs = json.loads(path.read_text(encoding="utf-8"))
-                found.append(
-                    f"those in {path.parent.name} have another {_differ(theirs, self.about)}"
-                )
-        return "; ".join(found)
+                if _digest(theirs) == path.parent.name:
+                    found[path.parent] = theirs
+        return found
 
     def say(self, why: str, path: str = "") -> None:
         "Once for each reason, whatever numbers and files it names."
@@ -148,9 +154,9 @@ class Records:
                     os.mkdir(folder)
             about = os.path.join(self.home, "about.json")
             if not os.path.exists(about):
-                with beside(about) as temporary:
-                    Path(temporary).write_text(json.dumps(self.about, indent=1), "utf-8")
-            with beside(path) as temporary, open(temporary, "xb") as file:
+                with beside(about) as file:
+                    file.write(json.dumps(self.about, indent=1).encode())
+            with beside(path) as file:
                 size = self.write_to(file, key, page)
         except OSError as error:
             self.say(f"{path} was not written: {error.strerror or error}", path)
@@ -204,20 +210,20 @@ class Records:
 
     def make_room(self, nbytes: int) -> int:
         """Remove pages, of all kinds, that were not used for longest, until the folder holds so
-        many bytes; how many it holds then."""
+        many bytes of them; how many it holds then. Nothing else is touched."""
         pages, held = [], 0
         try:
-            found = list(Path(self.root).glob("*/*/*.pa*"))
+            found = [x for kind in self.kinds() for x in kind.glob("??/*.page*")]
         except OSError as error:
             self.say(f"{self.root} cannot be looked through: {error.strerror or error}")
             return 0
-        for path in found:
+        for path in filter(_is_page, found):
             with suppress(OSError):  # somebody else was first
                 at = path.stat()
                 if path.suffix == ".page":
                     pages.append((at.st_mtime, at.st_size, path))
                     held += at.st_size
-                elif path.suffix == ".part" and at.st_mtime < time.time() - 3600:
+                elif at.st_mtime < time.time() - 3600:
                     path.unlink()  # of a writer that is gone
         for _, size, path in sorted(pages):
             if held <= nbytes:
@@ -226,6 +232,22 @@ class Records:
                 path.unlink()
                 held -= size
         return held
+
+
+def _digest(about) -> str:
+    "The name of the folder of a kind."
+    return sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _is_file(path: Path) -> bool:
+    "Whether a path is a file, by no symlink of its own or of its folder."
+    return path.is_file() and not (path.is_symlink() or path.parent.is_symlink())
+
+
+def _is_page(path: Path) -> bool:
+    "Whether a file of a kind's folder is a page, or one that is being written."
+    named = re.fullmatch(r"([0-9a-f]{2})[0-9a-f]*\.page(\.[0-9a-f]{8}\.part)?", path.name)
+    return bool(named) and named[1] == path.parent.name and _is_file(path)
 
 
 def _differ(theirs: dict, ours: dict) -> str:

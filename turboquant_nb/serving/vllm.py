@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..cache.attention import Rule, join
 from ..cache.pages import CellCodes, CellLayout, Recent, exact_states
 from ..kernels.work import Workspace
@@ -536,7 +537,7 @@ def register() -> None:
     """What vLLM calls in each process. Raises ImportError without vLLM or with a release that
     is not served."""
     if vllm is None:
-        raise ImportError("vLLM is not installed: pip install 'turboquant-nb[vllm]'")
+        raise ImportError(checks.missing("vLLM is not installed", "vllm"))
     if why := version_reason(vllm.__version__):
         raise ImportError(why)
     if remark := version_remark(vllm.__version__):

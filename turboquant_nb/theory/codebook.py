@@ -13,7 +13,6 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
-from scipy.special import betainc, betaincinv, entr, gammaln, ndtr, ndtri
 from torch import Tensor
 
 from .. import checks
@@ -32,7 +31,9 @@ def _log_c(d):
     may be fractional."""
     z = (d - 1) / 2
     if z < 20:
-        ratio = gammaln(d / 2) - gammaln(z)
+        from scipy import special  # as long to import as all else, so where it is used
+
+        ratio = special.gammaln(d / 2) - special.gammaln(z)
     else:
         ratio = (
             math.log(z) / 2
@@ -66,14 +67,16 @@ def _density(x, d):
 def _tail(a, d):
     """P(X > a) and E[X; X > a] for a >= 0 at unit variance; `d` None is the Gaussian. fp64
     arrays."""
+    from scipy import special
+
     if d is None:
         a = np.minimum(a, 40.0)
-        return ndtr(-a), np.exp(-a * a / 2) / math.sqrt(2 * math.pi)
+        return special.ndtr(-a), np.exp(-a * a / 2) / math.sqrt(2 * math.pi)
     t = np.minimum(a / math.sqrt(d), 1.0)
     u = (1 - t) * (1 + t)
-    return betainc((d - 1) / 2, 0.5, u) / 2, math.sqrt(d) / (d - 1) * np.exp(_log_c(d)) * u ** (
-        (d - 1) / 2
-    )
+    return special.betainc((d - 1) / 2, 0.5, u) / 2, math.sqrt(d) / (d - 1) * np.exp(
+        _log_c(d)
+    ) * u ** ((d - 1) / 2)
 
 
 def coordinate_cdf(
@@ -154,11 +157,13 @@ def _solve_tridiagonal(diag, off, b):
 
 def _start(bits, d):
     "Positive levels at the quantiles of the density f^(1/3)."
+    from scipy import special
+
     n = 2 ** (bits - 1)
     u = (np.arange(n) + 0.5) / n
     if d is None:
-        return math.sqrt(3) * ndtri((1 + u) / 2)
-    return np.sqrt(d * betaincinv(0.5, (d / 3 + 1) / 2, u))
+        return math.sqrt(3) * special.ndtri((1 + u) / 2)
+    return np.sqrt(d * special.betaincinv(0.5, (d / 3 + 1) / 2, u))
 
 # %% ../../nbs/10_codebook.ipynb #c8cc04df
 def _check_codes(codes, device, n):
@@ -206,7 +211,8 @@ class Codebook:
     @property
     def entropy(self) -> float:
         "Entropy of the code in bits."
-        return float(entr(self.probs).sum() / math.log(2))
+        p = self.probs[self.probs > 0]
+        return float(-(p * np.log2(p)).sum())
 
     def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
         """x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for

@@ -288,7 +288,7 @@ def _coder(probs, d):
         stream = importlib.import_module("constriction").stream
     except ImportError as err:
         why = f"constriction is needed here and could not be imported ({err})"
-        raise ImportError(f'{why}: pip install "turboquant-nb[entropy]"') from err
+        raise ImportError(checks.missing(why, "entropy")) from err
     p = np.asarray(probs.detach().cpu().double() if isinstance(probs, Tensor) else probs, float)
     if p.ndim not in (1, 2) or not 2 <= p.shape[-1] <= 256:
         raise ValueError(f"probs must have shape [n] or [d, n], n from 2 to 256, got {p.shape}")
