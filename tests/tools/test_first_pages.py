@@ -286,7 +286,7 @@ def short_contexts():
 def serving():
     bf16, fp8, ours = (
         [
-            one("serving/vllm-h200", kind=kind, what="token", batch=b, tokens=n, others=None)[
+            one("serving/caches-h200", kind=kind, what="token", batch=b, tokens=n, others=None)[
                 "p50"
             ]
             for b, n in ((8, 32000), (1, 1024))
@@ -294,7 +294,7 @@ def serving():
         for kind in ("bf16", "fp8", "k3v3-128-r16-s4")
     )
     many, few = (
-        one("serving/vllm-h200", kind=kind, what="cache")["p50"]
+        one("serving/caches-h200", kind=kind, what="cache")["p50"]
         for kind in ("k3v3-128-r16-s4", "bf16")
     )
     assert round(many / few, 1) == 5.1
