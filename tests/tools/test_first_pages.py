@@ -294,7 +294,7 @@ def serving():
         for kind in ("bf16", "fp8", "k3v3-128-r16-s4")
     )
     many, few = (
-        one("serving/caches-h200", kind=kind, what="cache")["p50"]
+        one("serving/vllm-h200", kind=kind, what="cache")["p50"]
         for kind in ("k3v3-128-r16-s4", "bf16")
     )
     assert round(many / few, 1) == 5.1
