@@ -279,7 +279,6 @@ def append(
     if store.clock.fixed:
         place = Place(0, limit=store.max_length, on_device=True)
 
-
     def launch():
         launched = plan.launch(k, v, tensors, truncated, numbers, place)
         if launched and store.recipe.decay is None:
