@@ -1,6 +1,7 @@
 """Every update of a store leaves it as before or as after, whatever is raised in it: an error is
 raised at the lines of the package that an update runs, one at a time."""
 
+import os
 import random
 import sys
 from copy import deepcopy
@@ -10,13 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
 import turboquant_nb
 from turboquant_nb.cache import token_coder
 from turboquant_nb.cache.append import make_room
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
 from turboquant_nb.cache.store import KVStore, _crop_together, tail_with
-from turboquant_nb.kernels import ops
+from turboquant_nb.kernels import append as kernel
+from turboquant_nb.kernels import many_rows, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from tests.helpers import SLOW
@@ -93,8 +98,10 @@ def later(one) -> list:
     "What attention gives after another token."
     if one.end is not None:
         one.set_range(end=None)
-    one.append(*(x[:1].expand(one.batch, -1, -1, -1) for x in states(1, seed=7)))
-    return [*attend(torch.ones(one.batch, 2 * H, 1, D) / 3, one)]
+    new = (x[:1, : one.heads] for x in states(1, seed=7, d=one.key.q.d))
+    one.append(*(x.expand(one.batch, -1, -1, -1).to(one.device) for x in new))
+    q = torch.ones(one.batch, 2 * one.heads, 1, one.key.q.d, device=one.device) / 3
+    return [*attend(q, one)]
 
 
 def alike(a: list, b: list) -> bool:
@@ -224,25 +231,26 @@ UPDATES = {
 }
 
 
-def places(lines: list, name: str) -> list:
+def places(lines: list, name: str, most: int) -> list:
     """(line that runs, error) to break off at: all of them; or once at each line of the files
-    that change stores and at a tenth of those that compute, of long updates at 90 of these."""
+    that change stores and at a tenth of those that compute, at so many at most."""
     if SLOW:
         return [(i, error) for i in range(len(lines)) for error in ERRORS]
     draw, runs = random.Random(name), {}
     for i, line in enumerate(lines):
         runs.setdefault(line, []).append(i)
     some = [x for line, x in runs.items() if changes(*line) or draw.random() < 0.1]
-    some = some if len(some) <= 90 else draw.sample(some, 90)
+    some = some if len(some) <= most else draw.sample(some, most)
     return [(draw.choice(x), draw.choice(ERRORS)) for x in some]
 
 
 def changes(file: str, line: int) -> bool:
     "Whether a line may belong to a change of a store."
-    return "cache" in file and not file.endswith(("packing.py", "attention.py"))
+    compute = file.endswith(("packing.py", "attention.py"))
+    return ("cache" in file or file.endswith("kernels/append.py")) and not compute
 
 
-def break_off(name: str, make, update, files: str = PACKAGE) -> int:
+def break_off(name: str, make, update, files: str = PACKAGE, most: int = 90) -> int:
     "Break an update off wherever it can be; the number of places."
     base = make()
     listed = lambda x: x if isinstance(x, list) else [x]
@@ -253,7 +261,7 @@ def break_off(name: str, make, update, files: str = PACKAGE) -> int:
         with Lines(files=files) as lines:
             update(done)
     ends = [[look(f, x) for f in (seen, later)] for x in (base, done)]
-    found = places(lines.seen, name)
+    found = places(lines.seen, name, most)
     for at, error in found:
         broken = fresh(base)
         with pytest.raises(error, match="broken off"), Lines(at, error, files) as lines:
@@ -271,3 +279,21 @@ def break_off(name: str, make, update, files: str = PACKAGE) -> int:
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_is_before_or_after(name):
     assert break_off(name, *UPDATES[name]) > 5
+
+
+@pytest.mark.skipif(many_rows.triton.language is None, reason="needs Triton")
+@pytest.mark.parametrize("static", (False, True))
+def test_a_launched_append_is_before_or_after(static):
+    "The kernel writes codes, ring and, where the device counts, the length."
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    recipe = Recipe(Spec(3, center="prompt_mean"), Spec(4), sinks=2, recent=5)
+    new = lambda n: (x[:1, :1].to(device) for x in states(n, d=16))
+
+    def make():
+        more = dict(static=True, max_length=80) if static else {}
+        one = KVStore(recipe, 1, 1, 16, device=device, tile=64, **more)
+        one.append(*new(20))
+        return one
+
+    update = lambda one: kernel.append(one, *new(1))
+    assert break_off(f"static {static}", make, update, kernel.__file__, most=12) == 12
