@@ -1,5 +1,5 @@
-"""Every update of a store leaves it as before or as after, whatever is raised in it: an error is
-raised at the lines of the package that an update runs, one at a time."""
+"""Every update of a store leaves it as before or as after, whatever is raised in it: an error
+is raised at lines of the package that an update runs, one at a time."""
 
 import os
 import random

@@ -99,9 +99,8 @@ class HostClock:
         return first, ring_slots(first % max(recent, 1), count, recent, store.device)
 
     def cut(self, store, length: int) -> tuple:
-        """What a store is to know when it goes back to `length` tokens, as slots of the ring
-        that later tokens took are not true any more: the first position that is, and what the
-        ring of each part takes."""
+        """Of a store that goes back to `length` tokens: the first position that its ring still
+        holds, as later tokens took slots, and what the ring of each part takes."""
         return max(store._recent_from, store.length - store.recipe.recent), ()
 
 
@@ -190,8 +189,7 @@ class DeviceClock(HostClock):
         return first, (torch.arange(recent, device=store.device) + first) % max(recent, 1)
 
     def cut(self, store, length: int) -> tuple:
-        """As of a `HostClock`; but what is captured reads the whole ring, so slots that later
-        tokens took get what the codes say."""
+        "What is captured reads the whole ring: slots that were taken get what the codes say."
         recent, size = store.recipe.recent, store.length
         lo, hi = max(0, length - recent), max(0, min(size - recent, length))
         if lo >= hi:

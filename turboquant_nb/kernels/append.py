@@ -133,9 +133,7 @@ class _Again:
 
 
 def _count(store: KVStore, launch, length: int) -> None:
-    """Launch an append that overwrites the ring, and count its tokens. Where the device counts
-    it cannot be launched again: a launch that was broken off either counted there or did
-    nothing."""
+    "Launch an append, which overwrites the ring, and count its tokens; the device counts once."
 
     def change():
         launch()
