@@ -243,21 +243,16 @@ def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
             layer.take_rows(beam_idx, order) if coded else layer.reorder_cache(beam_idx)
     except BaseException:
         left = [x for x, starts in before if x.starts is starts]
-        if len(left) < len(before):
-            self._finish_rows(left, beam_idx, order)
-        raise
-
-
-@patch
-def _finish_rows(self: TurboQuantCache, left: list, beam_idx: Tensor, order) -> None:
-    "Reorder the layers that are left, or empty the cache."
-    try:
-        if any(isinstance(x, LinearAttentionLayer) for x in self.layers):
-            return self.reset()
-        for x in left:
-            x.take_rows(beam_idx, order)
-    except BaseException:
-        self.reset()
+        if len(left) == len(before):
+            raise
+        try:
+            if any(isinstance(x, LinearAttentionLayer) for x in self.layers):
+                raise  # nobody knows the rows of their states
+            for x in left:
+                x.take_rows(beam_idx, order)
+        except BaseException:
+            self.reset()
+            raise
         raise
 
 # %% ../../nbs/51b_edits.ipynb #bfd4fd53
