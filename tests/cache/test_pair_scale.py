@@ -280,20 +280,27 @@ def test_what_cannot_wait():
         full.wait(k, v)
 
 
-def test_an_error_while_it_is_coded_leaves_the_store_empty():
+@pytest.mark.parametrize("error", (ValueError, MemoryError, KeyboardInterrupt))
+def test_an_error_while_it_is_coded(error):
+    "What cannot be coded is forgotten; what was broken off waits as before."
     q, k, v, freq = states()
-    store = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
+    store, broken = KVStore(scaled(), 2, 2, 32, inv_freq=freq), []
 
     def fails(s, a, b):
-        s.append(a[:, :, :50], b[:, :, :50])
-        raise MemoryError("no more")
+        s.append(a[:, :, : None if broken else 50], b[:, :, : None if broken else 50])
+        if not broken:
+            broken.append(error("no more"))
+            raise broken[0]
 
     store.wait(k, v, fails)
-    with pytest.raises(MemoryError, match="no more"):
+    with pytest.raises(error, match="no more"):
         store.complete(q)
-    assert store.length == 0 and not store.uncoded and not store.waiting
+    forgotten = error is ValueError
+    assert store.length == (0 if forgotten else 300)
+    assert bool(store.waiting) == store.uncoded == (not forgotten)
     same(store.key.frame.pair, torch.ones_like(store.key.frame.pair))
-    store.wait(k, v)
+    if forgotten:
+        store.wait(k, v)
     store.complete(q)
     same(store.read()[0], fitted(scaled(), (q, k, v, freq), n=300).read()[0])
 

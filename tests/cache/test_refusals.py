@@ -215,6 +215,7 @@ BROKEN = {
     ),
     "more tokens than tiles": lambda data, header: header.update(length=1000),
     "freed beyond the end": lambda data, header: header.update(offset=64),
+    "freed within a tile": lambda data, header: header.update(offset=header["offset"] + 1),
     "no whole number": lambda data, header: header.update(heads=1.5),
 }
 

@@ -232,6 +232,14 @@ def test_a_budget_is_rounded_down():
     ]
 
 
+def test_a_budget_that_is_met_exactly_is_not_lost_to_rounding():
+    "2.05 bits of 100 numbers are 205, in floating point a little less; 2.0499 buy no step."
+    losses = dict(bits=[2, 3], key=[[1.0, 0.5]], value=[[0.9, 0.1]], size=[[5, 95]])
+    assert 2.05 * 100 < 205
+    assert allocate_layers(losses, 2.05) == [(3, 2)]
+    assert allocate_layers(losses, 2.0499) == [(2, 2)]
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("transformed", (False, True))
 def test_gradients_say_what_heads_lose(name, transformed, tmp_path):

@@ -122,6 +122,10 @@ def test_the_codes_that_are_shown_are_those_that_are_held(both, side):
     axes = web.picture(cache, side, 1, 0).axes
     codes, scales, exact, first = web.stored(cache, side, 1, 0)
     image, (line,), n = axes[0].images[0], axes[1].lines, store.length - first
+    *_, whole, begin = web.stored(cache, side, 1, 0, last=store.length)
+    sinks, recent = store.recipe.sinks, store.length - store.recipe.recent
+    assert begin == 0 and sinks
+    assert whole.tolist() == [not sinks <= i < recent for i in range(store.length)]
     assert (image.get_array() == codes.numpy()).all() and codes.shape == (32, n)
     assert tuple(image.get_extent()) == (first, store.length, 32, 0)
     middles = [first + i + 0.5 for i in range(n)]  # of the tokens, where codes have them

@@ -360,6 +360,18 @@ def test_rows_of_all_measures(llama, tmp_path):
         table(rows + layers)
 
 
+def test_the_error_of_a_layers_error_is_that_of_a_sample(llama):
+    "Of three windows: the deviation with two degrees of freedom, over the root of three."
+    ids, rows = tokens(3), lambda ids: list(attention_error(llama, ids, ["k2v2"], 40))
+    each = [rows(one) for one in ids.split(1)]
+    for i, row in enumerate(rows(ids)):
+        errors = [one[i]["error"] for one in each]
+        mean = sum(errors) / 3
+        variance = sum((x - mean) ** 2 for x in errors) / 2
+        assert row["stderr"] == pytest.approx(math.sqrt(variance / 3), rel=1e-6) and variance
+        assert math.isnan(each[0][i]["stderr"])
+
+
 def test_tokens_that_keep_the_highest_score():
     """Counted by hand: the second query's best key changes its place to the second, the third's
     to the sixth; hidden tokens do not count."""

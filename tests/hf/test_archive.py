@@ -116,3 +116,45 @@ class Allocations(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self.largest = max(self.largest, out.nbytes)
         return out
+
+
+@pytest.mark.parametrize("static", (False, True))
+def test_a_sliding_layer_that_grows_gets_no_room_for_a_whole_text(static, tmp_path):
+    "It frees what no query sees; where the device counts, every layer has room for all."
+    config = transformers.Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=16,
+    )
+    how = dict(max_length=60, static=True) if static else {}
+    cache, g = TurboQuantCache(config, "k3v2", **how), torch.Generator().manual_seed(0)
+    for i in range(2):
+        cache.update(*(torch.randn(1, 1, 40, 16, generator=g) for _ in "kv"), i)
+    cache.save(tmp_path / "cache")
+    again = TurboQuantCache.load(tmp_path / "cache", config, max_length=70)
+    assert {x.is_sliding for x in again.coded_layers} == {False, True}
+    for x in again.coded_layers:
+        assert x.store.max_length == (None if x.is_sliding and not static else 70)
+
+
+def test_layers_of_different_lengths_are_refused():
+    cache = filled()
+    cache.layers[1].store.crop(1)
+    states, header = cache.states()
+    with pytest.raises(ValueError, match="layer 1 does not fit: it has length 8, not 9"):
+        TurboQuantCache.from_states(states, header, CONFIG)
+
+
+def test_a_chunk_that_flash_serves_is_no_reason_to_complain():
+    "Of reasons the report says those of steps; a long chunk has its own way, which is fast."
+    cache, model = filled(), transformers.LlamaForCausalLM(CONFIG).eval()
+    with torch.no_grad():
+        model(torch.ones(2, 40, dtype=torch.long), past_key_values=cache)
+    report = cache.report()
+    assert sum(x.backends["flash"] for x in cache.coded_layers) == 2
+    assert not report["reasons"], report["reasons"]

@@ -11,6 +11,7 @@ import tempfile
 import pytest
 import torch
 
+from tests.cache.test_broken_off import ERRORS, Lines
 from tests.helpers import SLOW
 
 transformers = pytest.importorskip("transformers")
@@ -506,3 +507,36 @@ def test_out_of_memory_in_a_cache(held):
     for i in range(2):
         cache.update(k, v, i)
     assert cache.get_seq_length() == held + 4
+
+
+@pytest.mark.parametrize("change", ("reorder", "select", "repeat"))
+def test_rows_of_several_layers_that_are_broken_off(change):
+    """A layer has its old rows or its new ones, with their starts; after a reorder all layers
+    have the same, whichever of them was broken off."""
+    cache = TurboQuantCache(config(), RECIPES["k3v3"])
+    cache.set_padding(torch.tensor([[0] * 3 + [1] * 17, [1] * 20]))
+    g = torch.Generator().manual_seed(0)
+    for i in range(2):
+        cache.update(*(torch.randn(2, HEADS, 20, D, generator=g) for _ in "kv"), i)
+    of = torch.tensor([1, 0])
+    update = {
+        "reorder": lambda c: c.reorder_cache(of),
+        "select": lambda c: c.layers[0].batch_select_indices(of),
+        "repeat": lambda c: c.layers[0].batch_repeat_interleave(2),
+    }[change]
+    look = lambda c: [(x.starts, *x.store.read()) for x in c.layers]
+    done = copy.deepcopy(cache)
+    with Lines() as lines:
+        update(done)
+    old, new = look(cache), look(done)
+    same = lambda a, b: a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2])
+    assert not same(old[0], new[0])
+    some = {line: i for i, line in enumerate(lines.seen)}.values()  # once at each line
+    more = range(0, len(lines.seen), 1 if SLOW else 7)
+    for at in sorted({*some, *more}):
+        broken, error = copy.deepcopy(cache), ERRORS[at % 2]
+        with pytest.raises(error), Lines(at, error) as lines:
+            update(broken)
+        now = look(broken)
+        ends = [x for x in (old, new) if all(map(same, now, x))]
+        assert ends, (error, lines.seen[-1])

@@ -15,6 +15,7 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, tail_with
+from tests.helpers import attended_store
 
 CUDA = torch.cuda.is_available()
 # who serves a step on a processor: the compiled kernel, where there is a compiler
@@ -270,6 +271,59 @@ def test_a_step_on_a_cpu_is_served_by_look_up_or_says_why_not(change, served):
             ),
         ):
             ops.attend(q, store, backend="gather", **change)
+
+
+def in_fp64(q, store, k, v, latent=False, ends=True):
+    "Attention of the last queries to what a store holds, in fp64, and its log-sum-exp."
+    keys, values = (x.double() for x in store.read())
+    keys, values = (torch.cat([keys, values], -1), keys) if latent else (keys, values)
+    for held, new in ((keys, k), (values, v)) if k is not None else ():
+        held[:, :, -new.shape[2] :] = new
+    n, length = q.shape[2], store.length
+    at = torch.arange(length, device=q.device)
+    last = at[-n:, None]
+    seen = (at <= last) & (at >= store.start[:, None, None])
+    seen = seen & (at < store.end[:, None, None]) if ends else seen
+    groups = q.shape[1] // store.heads
+    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    scores = (q.double() @ keys.mT * q.shape[3] ** -0.5).masked_fill(~seen[:, None], -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0)  # of a query that sees nothing
+    return weights @ values, scores.logsumexp(-1)
+
+
+@torch.no_grad()
+# queries, and whether their exact keys and values come along
+@pytest.mark.parametrize("n, given", ((1, False), (1, True), (5, True), (40, True)))
+@pytest.mark.parametrize("kind", ("heads", "many heads", "latents"))
+def test_every_backend_serves_ends_of_sequences_or_says_why_not(kind, n, given):
+    """Sequences that end with the store, within the last chunk and before it, and one that is
+    empty. Who takes no notice of ends is off by the size of what is right."""
+    latent, groups = kind == "latents", 20 if kind == "many heads" else 2
+    more = dict(H=1, dv=16, center="none") if latent else dict(d=32)
+    ends = dict(start=[0, 2, 2, 0], end=[100, 90, 30, 0])
+    _, store, _ = attended_store(B=4, G=groups, T=100, n=n, tile=64, **ends, **more)
+    g, chunk = torch.Generator().manual_seed(0), {}
+    draw = lambda heads, d: torch.randn(4, heads, n, d, generator=g).to(store.device)
+    q = draw(store.heads * groups, 48 if latent else 32)
+    if given:
+        chunk = dict(k=draw(store.heads, q.shape[3]), v=draw(store.heads, 32))
+    states = chunk.get("k"), chunk.get("v"), latent
+    want, lse = in_fp64(q, store, *states)
+    far = lambda x: float((x.double() - want).norm() / want.norm())
+    assert far(in_fp64(q, store, *states, ends=False)[0]) > 0.3
+    served = set()
+    for name in ("auto", *ops.BACKENDS):
+        rule = dict(latent=latent, backend=name, **chunk)
+        if name != "auto" and ops.BACKENDS[name].refuses(Call.of(q, store, **rule)):
+            with pytest.raises(ValueError, match=f"'{name}' cannot serve"):
+                ops.attend(q, store, **rule)
+            continue
+        got = ops.attend(q, store, **rule)
+        served.add(name)
+        assert far(got.out) < 1e-3, (name, far(got.out))
+        assert torch.equal(got.lse.isneginf(), lse.isneginf()), name
+        assert float((got.lse.double() - lse).nan_to_num(0, 0, 0).abs().max()) < 1e-3, name
+    assert {"auto", "torch"} <= served
 
 
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")

@@ -24,7 +24,7 @@ from turboquant_nb.quant.quantizer import (
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook
-from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.quant.mixed_precision import find_code, make_quantizer
 from turboquant_nb.quant.quantizer import decided, least_numbers
 import itertools
 from turboquant_nb.theory import transforms
@@ -356,6 +356,49 @@ def test_a_scale_may_be_as_large_as_its_dtype():
     assert _store_scale(torch.tensor([1.0, 65504.0]), torch.float16, "x")[1] == 65504
     with pytest.raises(ValueError, match="needs a scale of 6.55e"):
         _store_scale(torch.tensor([1.0, 65505.0]), torch.float16, "x")
+
+
+LEAST = {"float16": 1e-3, "bfloat16": 1e-21, "float32": 1e-21}  # sizes that are still held
+MOST = {"float16": 5.2e5, "bfloat16": 1.8e19, "float32": 1.8e19}  # 65504 √64; √ of 2^128
+
+
+@pytest.mark.parametrize("scale", ("norm", "mse", "unbiased"))
+@pytest.mark.parametrize("kept", LEAST)
+@pytest.mark.parametrize("own", ("none", "qjl"))
+def test_vectors_of_every_size_are_coded_refused_or_zero(scale, kept, own):
+    """What is held reads back with the error of the code; what is larger is refused, whatever
+    overflows on the way, and what is smaller reads as 0."""
+    q = make_quantizer(Spec(4, scale=scale, scale_dtype=kept, residual=own), 64)
+    g = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.normalize(torch.randn(50, 64, generator=g), dim=-1)
+    back = lambda size: decode(q, encode(q, x * size))
+    for size in (LEAST[kept], 1.0, 1e3, MOST[kept] / 2):
+        assert float((back(size) / size - x).norm(dim=-1).max()) < 0.4, size
+    for size in (2 * MOST[kept], 1e20, 1e30, 3e38):
+        why = "needs a scale" if kept == "float16" and size < 1e19 else "overflows float32"
+        with pytest.raises(ValueError, match=why):
+            back(size)
+    for size in (1e-30, 1e-38):
+        assert not back(size).any()
+
+
+def test_one_of_many_vectors_that_overflows_is_found():
+    "Its place among others, and a squared norm that is NaN, not infinite."
+    q = Quantizer(Spec(3, scale="norm", scale_dtype="float32"), 16)
+    x = torch.ones(3, 16)
+    for bad in (1e20, 3e38):
+        x[1, :8], x[1, 8:] = bad, -bad
+        with pytest.raises(ValueError, match="its squared norm overflows float32"):
+            encode(q, x)
+
+
+def test_an_entry_that_a_dtype_cannot_hold_is_infinite():
+    q = Quantizer(Spec(4, rotation="identity", scale_dtype="float32"), 16)
+    coded = encode(q, torch.full((1, 16), 1e6))
+    assert (
+        decode(q, coded).isfinite().all()
+        and decode(q, coded, dtype=torch.float16).isinf().all()
+    )
 
 
 def test_decided_is_about_what_is_left_of_the_mean():

@@ -7,7 +7,6 @@ __all__ = ['CAPTURE', 'is_captured', 'HostClock', 'DeviceClock', 'clock_of', 'fl
 
 # %% ../../nbs/30d_clock.ipynb #df9e0960
 import math
-from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .exact import ring_slots
+from .exact import _NewExact, commit, ring_slots
 from .memory import Part, _coder
 from ..files import Saved
 from ..quant.quantizer import Coded, code_rows, residual_rows
@@ -71,9 +70,9 @@ class HostClock:
 
     # --- tensors
 
-    def change(self, tensors: dict, f) -> dict:
-        "Every tensor x becomes f(x)."
-        return {name: f(t) for name, t in tensors.items()}
+    def change(self, part: Part, new: Part) -> None:
+        "A part becomes another."
+        vars(part).update(vars(new))
 
     def table(self, cos_sin) -> Tensor:
         "Cosines and sines for the positions held, and perhaps more."
@@ -99,10 +98,10 @@ class HostClock:
         count = store.length - first
         return first, ring_slots(first % max(recent, 1), count, recent, store.device)
 
-    def forget(self, store, length: int) -> None:
-        """Before a store goes back to `length` tokens: slots of the ring that later tokens took
-        are not true any more."""
-        store._recent_from = max(store._recent_from, store.length - store.recipe.recent)
+    def cut(self, store, length: int) -> tuple:
+        """Of a store that goes back to `length` tokens: the first position that its ring still
+        holds, as later tokens took slots, and what the ring of each part takes."""
+        return max(store._recent_from, store.length - store.recipe.recent), ()
 
 
 class DeviceClock(HostClock):
@@ -158,11 +157,10 @@ class DeviceClock(HostClock):
         "Tell the device that there are `length` tokens now."
         self.position.fill_(length)
 
-    def change(self, tensors: dict, f) -> dict:
-        "Every tensor x takes the values of f(x)."
-        for t in tensors.values():
-            t.copy_(f(t))
-        return tensors
+    def change(self, part: Part, new: Part) -> None:
+        "Tensors of a part take the values of another's."
+        for mine, other in zip(part.tensors.values(), new.tensors.values()):
+            mine.copy_(other)
 
     def table(self, cos_sin) -> Tensor:
         "Cosines and sines for `max_length` positions."
@@ -190,15 +188,15 @@ class DeviceClock(HostClock):
         first = self.now(store) - recent
         return first, (torch.arange(recent, device=store.device) + first) % max(recent, 1)
 
-    def forget(self, store, length: int) -> None:
-        """What is captured reads the whole ring, so slots that later tokens took get what the
-        codes say."""
+    def cut(self, store, length: int) -> tuple:
+        "What is captured reads the whole ring: slots that were taken get what the codes say."
         recent, size = store.recipe.recent, store.length
         lo, hi = max(0, length - recent), max(0, min(size - recent, length))
-        if lo < hi:
-            slots = torch.arange(lo, hi, device=store.device) % recent
-            for part, x in zip(store.parts, store.read(lo, framed=True)):
-                part.exact.recent.index_copy_(2, slots, x[:, :, : hi - lo])
+        if lo >= hi:
+            return store._recent_from, ()
+        slots = torch.arange(lo, hi, device=store.device) % recent
+        states = store.read(lo, framed=True)
+        return store._recent_from, [_NewExact(slots, x[:, :, : hi - lo], None) for x in states]
 
 
 def clock_of(header: dict) -> type:
@@ -223,8 +221,8 @@ def flags_of(store) -> Tensor:
     """[6] int32: keys not finite, keys too large, the same of values, too many tokens; a
     counter."""
     if store.flags is None:
-        store.flags = torch.zeros(6, dtype=torch.int32, device=store.device)
         store.changed()
+        store.flags = torch.zeros(6, dtype=torch.int32, device=store.device)
     return store.flags
 
 
@@ -314,11 +312,9 @@ def _sides(new: AppendOperands) -> list:
     "Keys and values as `_NewStates`."
     out = []
     for x, tensors, text in zip((new.k, new.v), (new.key, new.value), new.texts):
-        part = copy(_coder(text, x.device))
-        part.memory = copy(part.memory)
+        part = _coder(text, x.device)
         names = *part.memory.names, "sinks", "recent", *part.fitted
-        part.hold(dict(zip(names, tensors)))
-        out.append(_NewStates(x, part, text))
+        out.append(_NewStates(x, part.having(dict(zip(names, tensors))), text))
     return out
 
 
@@ -362,12 +358,17 @@ def _append_by_position(new: AppendOperands, code=_code_at):
     code(sides, start, position, new.flags, new.rope_table, new.max_length)
     fits = position + new.k.shape[2] <= new.max_length
     new.flags[4:5].bitwise_or_((~fits).int())
-    last = (position.long() - 1).clamp(min=0)
-    for s in sides:
-        scales = s.t["scale"].flatten(2)
-        scales[:, :, last] = torch.where(fits, scales[:, :, last], math.nan)
-        s.part.exact.put_at(s.x, start, position.long(), fits)
-    position.add_(new.k.shape[2] * fits)
+    first, end = position.long(), position + new.k.shape[2] * fits
+    last = (first - 1).clamp(min=0)
+
+    def change():
+        for s in sides:
+            scales = s.t["scale"].flatten(2)
+            scales[:, :, last] = torch.where(fits, scales[:, :, last], math.nan)
+            s.part.exact.put_at(s.x, start, first, fits)
+        position.copy_(end)
+
+    commit(change)
 
 
 _append_op = torch.library.custom_op(

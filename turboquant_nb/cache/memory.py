@@ -437,10 +437,7 @@ class Part:
     @_plain
     def __deepcopy__(self, memo):
         "Tensors are copied; tables stay shared."
-        out = copy(self)
-        out.memory = copy(self.memory)
-        out.hold({name: t.clone() for name, t in self.tensors.items()})
-        return out
+        return self.having({name: t.clone() for name, t in self.tensors.items()})
 
     @property
     def code(self) -> Code:
@@ -468,6 +465,13 @@ class Part:
         self.memory.tensors = {name: tensors[name] for name in coded}
         self.exact = ExactTokens({name: tensors[name] for name in ("sinks", "recent")})
         self.frame = Frame(**{name: tensors[name] for name in self.fitted})
+
+    def having(self, tensors: dict) -> "Part":
+        "A part like this one, of other tensors."
+        out = copy(self)
+        out.memory = copy(self.memory)
+        out.hold(tensors)
+        return out
 
     def into_frame(self, x: Tensor) -> Tensor:
         """States [B, H, n, d] as they are held: keys times the pair scale, where there is one,

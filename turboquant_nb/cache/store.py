@@ -7,6 +7,8 @@ __all__ = ['KVStore', 'row_tensors', 'rearrange', 'tail_with', 'kind_of', 'bytes
 
 # %% ../../nbs/31_store.ipynb #897555f6
 import math
+from copy import copy, deepcopy
+from functools import partial
 
 import torch
 from fastcore.basics import patch
@@ -21,10 +23,11 @@ from turboquant_nb.cache.append import (
     angles,
     append_by_host,
     prompt_pair_scales,
+    replace_tiles,
 )
 from .clock import DeviceClock, HostClock, check_states, flags_of
-from .exact import Ranges, Tail, _plain, clear, ring_slots
-from .memory import Part, placed, resized
+from .exact import Ranges, Tail, _NewExact, _plain, clear, commit, ring_slots
+from .memory import Part, placed
 from .packing import TILE
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Coded, Spec, decode
@@ -183,17 +186,15 @@ class KVStore:
             return
         if self.waiting:
             return _code_waiting(self, q, mean_of)
-        recent, self.uncoded, self.length = self.recipe.recent, False, self.length - 1
-        slot = self.length % recent
+        last = self.length - 1
+        slot = last % self.recipe.recent
         states = tuple(part.exact.recent[:, :, slot : slot + 1] for part in self.parts)
         try:
-            _code(self, states, [part.mean for part in self.parts], ("k", "v"))
-        except BaseException:
-            self._recent_from = min(
-                self.length, max(self._recent_from, self.length + 1 - recent)
-            )
+            _code(self, states, [part.mean for part in self.parts], ("k", "v"), last)
+        except ValueError:
+            self.crop(1)
             raise
-        self.length += 1
+        self.uncoded = False
 
     # --- reading
 
@@ -309,34 +310,41 @@ def _rewind(store, *, length, start, end, recent_from):
     store.clock.count(length)
 
 
-def _make_whole(store):
-    "Truncated tiles that hold no token any more are whole ones again."
-    used = max(0, math.ceil((store.length - store.offset) / store.tile))
+def _whole_again(store, length: int) -> list:
+    "What parts adopt so that truncated tiles beyond `length` tokens are whole ones again."
+    used = max(0, math.ceil((length - store.offset) / store.tile))
     cut = [p for p in store.parts if p.memory.truncated_tiles > used]
-    _adopt(store, [(p, p.truncation(used)) for p in cut])
+    return [(p, p.truncation(used)) for p in cut]
 
 
-def _code_again(store, start, k, v):
-    "Move start and code all tokens again; after an error everything is as before."
-    held = dict(
-        length=store.length,
-        start=store.start.clone(),
-        end=store.end,
-        recent_from=store._recent_from,
-    )
-    parts = [(part, part.memory.truncated_tiles, part.q, part.tensors) for part in store.parts]
-    _rewind(store, length=0, start=start, end=None, recent_from=0)
-    _make_whole(store)
-    try:
-        if held["length"]:
-            store.append(k, v)
-    except Exception:
-        _rewind(store, **held)
-        for part, truncated_tiles, q, tensors in parts:
-            part.memory.truncated_tiles, part.q = truncated_tiles, q
-            part.hold(tensors)
-        store.changed()
-        raise
+def _exchange(store, parts, start, end, then=lambda: None, **numbers) -> None:
+    "Have other parts, ranges and numbers, and do what comes `then`: all of it or nothing."
+
+    def change():
+        for part, new in zip(store.parts, parts):
+            store.clock.change(part, new)
+        if store.clock.fixed:  # captured steps read everything anew
+            store.start.copy_(start)
+        else:
+            store.ranges.start = start
+            store.changed()
+        store.ranges.end = end
+        vars(store).update(numbers)
+        then()
+
+    commit(change)
+
+
+def _code_again(store, start, end, k, v) -> None:
+    "Move the ranges and code all tokens again: in other tensors, until all are coded."
+    other = copy(store)
+    other.key, other.value = other.parts = deepcopy(store.parts)
+    other.ranges, other.clock = Ranges(store.batch, store.device, start), HostClock()
+    other.ranges.know(tuple(start.tolist()))
+    other.length = other._recent_from = 0
+    _adopt(other, _whole_again(other, 0))
+    other.append(k, v)
+    _exchange(store, other.parts, start, end, _recent_from=0)
 
 
 @patch
@@ -358,18 +366,16 @@ def set_range(
     if end is not None:
         end = self.ranges.checked("end", end, self.length)
     if start is not None and not torch.equal(start, self.start):
-        if self.waiting:
-            self.start.copy_(start)
-            return self.changed()
-        if self.length and any(x is None or x.shape[2] != self.length for x in (k, v)):
+        if not self.length or self.waiting:
+            return _exchange(self, (), start, end)
+        if any(x is None or x.shape[2] != self.length for x in (k, v)):
             raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
         if self.offset:
             freed = f"positions below {self.offset} were freed"
             raise ValueError(f"start cannot move any more: {freed}")
-        _code_again(self, start, k, v)
+        return _code_again(self, start, end, k, v)
     if end is not self.ranges.end:
-        self.ranges.end = end
-        self.changed()
+        _exchange(self, (), self.start, end)
 
 # %% ../../nbs/31_store.ipynb #31c0a007
 def _check_waiting(store, k: Tensor, v: Tensor, names: tuple) -> None:
@@ -398,47 +404,51 @@ def wait(
     _check_waiting(self, k, v, names)
     if k.shape[2]:
         append = code or (lambda store, k, v: store.append(k, v, names))
-        self.waiting.append((k.detach(), v.detach(), append))
-        self.uncoded, self.length = True, self.length + k.shape[2]
-        self.clock.count(self.length)
+        chunks = [*self.waiting, (k.detach(), v.detach(), append)]
+        commit(partial(_hold_back, self, chunks, self.length + k.shape[2]))
+
+
+def _hold_back(store, chunks: list, length: int) -> None:
+    "Have chunks that wait, of so many tokens."
+    store.waiting, store.uncoded, store.length = chunks, bool(chunks), length
+    store.clock.count(length)
 
 
 def _code_waiting(store, q: Tensor | None, mean_of) -> None:
-    "Code the chunks that wait; after an error the store is empty."
-    chunks, store.waiting, store.uncoded = store.waiting, [], False
-    store.length = 0
-    store.clock.count(0)
+    "Code the chunks that wait. After a ValueError the store is empty, else they wait again."
+    chunks, length = store.waiting, store.length
     try:
+        _hold_back(store, [], 0)
         if q is not None and store.key.frame.pair is not None:
             scales = prompt_pair_scales(store, chunks[0][0], q, mean_of)
             store.key.frame.pair.copy_(scales)
         for k, v, code in chunks:
             code(store, k, v)
-    except BaseException:
+    except BaseException as error:
+        store.waiting = []
         store.crop(store.clock.learn(store))
         store.key.frame.clear()
+        if not isinstance(error, ValueError):
+            _hold_back(store, chunks, length)
         raise
 
 # %% ../../nbs/31_store.ipynb #6ef67c17
 @_plain
-def _map(store, f, clock) -> None:
-    "Every tensor with a row for each sequence becomes f of it, as a clock changes tensors."
+def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
+    "Every tensor with a row for each sequence becomes f of it, once all of these are made."
     store.complete()
-    for part in store.parts:
-        part.hold(clock.change(part.tensors, f))
-    numbers = {"start": store.start} | ({} if store.end is None else {"end": store.end})
-    numbers = clock.change(numbers, f)
-    if numbers["start"] is not store.start:
-        store.changed()
-    store.ranges.start, store.ranges.end = numbers["start"], numbers.get("end")
+    parts = [p.having({name: f(t) for name, t in p.tensors.items()}) for p in store.parts]
+    for part in parts if device != store.device else ():
+        part.move_to(device)
+    end = None if store.end is None else f(store.end)
+    _exchange(store, parts, f(store.start), end, then, device=device, **numbers)
 
 
-def rearrange(store, f, batch: int) -> None:
-    "f picks `batch` rows of each tensor."
+def rearrange(store, f, batch: int, then=lambda: None) -> None:
+    "f picks `batch` rows of each tensor. This and `then` are done both, or neither."
     if why := store.clock.refuses("rows", store.batch, batch):
         raise ValueError(why)
-    _map(store, f, store.clock)
-    store.batch = batch
+    _map(store, f, store.device, then, batch=batch)
 
 
 @patch
@@ -485,15 +495,13 @@ def tail_with(store: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -
     return Tail(first, store.clock.now(store), key, value)
 
 
-@_plain
-def _restore_ring(store, tail: Tail) -> None:
-    """After a crop within the last chunk: recent tokens from the tail, which ends with the
-    store."""
+def _ring_of(store, tail: Tail) -> list:
+    "What the rings take after a crop within the last chunk: recent tokens, from its tail."
     recent = store.recipe.recent
-    n = min(store.length - tail.first, recent)
-    slots = ring_slots((store.length - n) % max(recent, 1), n, recent, store.device)
-    for part, x in zip(store.parts, (tail.key, tail.value)):
-        part.exact.recent.index_copy_(2, slots, x[:, :, x.shape[2] - n :].to(store.device))
+    n = min(tail.end - tail.first, recent)
+    slots = ring_slots((tail.end - n) % max(recent, 1), n, recent, store.device)
+    states = (x[:, :, x.shape[2] - n :].to(store.device) for x in (tail.key, tail.value))
+    return [_NewExact(slots, x, None) for x in states]
 
 
 @patch
@@ -513,25 +521,30 @@ def crop(
         raise ValueError(f"cannot crop {n} tokens of {self.length - self.offset} held")
     if not n:
         return tail
-    self.uncoded = False  # a token without codes is the first to be forgotten
-    length = self.length - n
-    within = tail is not None and tail.end == self.length and tail.past <= length
-    if not within:
-        self.clock.forget(self, length)
-    self.length = length
-    self._recent_from = min(self._recent_from, length)  # new tokens enter the ring
-    if self.end is not None:
-        self.ranges.end = self.end.clamp(max=length)
-        self.changed()
-    for part in self.parts if not length else ():
-        part.frame.clear()
-    _make_whole(self)
-    self.clock.count(length)
-    if not within:
-        return None
-    key, value = (x[:, :, : length - tail.first].clone() for x in (tail.key, tail.value))
-    left = Tail(tail.first, tail.past, key, value)
-    _restore_ring(self, left)
+    length, left = self.length - n, None
+    if tail is not None and tail.end == self.length and tail.past <= length:
+        key, value = (x[:, :, : length - tail.first].clone() for x in (tail.key, tail.value))
+        left = Tail(tail.first, tail.past, key, value)
+        since, ring = self._recent_from, _ring_of(self, left)
+    else:
+        since, ring = self.clock.cut(self, length)
+    end = None if self.end is None else self.end.clamp(max=length)
+    whole = _whole_again(self, length)
+
+    def change():
+        # a token without codes is the first to be forgotten, and new ones enter the ring
+        self.length, self.uncoded, self._recent_from = length, False, min(since, length)
+        for part, new in zip(self.parts, ring):
+            part.exact.put(new)
+        for part in self.parts if not length else ():
+            part.frame.clear()
+        _adopt(self, whole)
+        if end is not None:
+            self.ranges.end = end
+            self.changed()
+        self.clock.count(length)
+
+    commit(change)
     return left
 
 # %% ../../nbs/31_store.ipynb #74f68490
@@ -565,13 +578,17 @@ def _crop_together(
             target += [part.exact.recent[:, :, slot : slot + n] for part in s.parts]
             source += [x[:, :, i : i + n] for x in (t.key, t.value)]
         at += n
-    if target:
-        torch._foreach_copy_(target, source)
-    if one.clock.fixed:
-        counts = [s.clock.position for s in stores]
-        torch._foreach_copy_(counts, [torch.full_like(counts[0], length)] * len(counts))
-    for s in stores:
-        s.length = length
+    counts = [s.clock.position for s in stores] if one.clock.fixed else []
+    lengths = [torch.full_like(t, length) for t in counts[:1]] * len(counts)
+
+    def change():
+        for to, values in ((target, source), (counts, lengths)):
+            if to:
+                torch._foreach_copy_(to, values)
+        for s in stores:
+            s.length = length
+
+    commit(change)
     cut = lambda x: x[:, :, : length - tail.first]
     return [Tail(t.first, t.past, cut(t.key), cut(t.value)) for t in tails]
 
@@ -590,12 +607,7 @@ def evict(self: KVStore, before: int) -> None:
     self.complete()
     live = math.ceil((self.length - self.offset) / self.tile) - tiles
     keep = self.capacity // self.tile if self.max_length is not None else live
-    kept = resized([part.memory for part in self.parts], drop=tiles, tiles=keep)
-    for part, tensors in zip(self.parts, kept):
-        part.memory.tensors = tensors
-        part.memory.truncated_tiles = max(0, part.memory.truncated_tiles - tiles)
-    self.offset += tiles * self.tile
-    self.changed()
+    replace_tiles(self, tiles, keep)
 
 
 @patch
@@ -605,16 +617,11 @@ def to(self: KVStore, device) -> None:
     device = torch.zeros(0, device=device).device
     if why := self.clock.refuses("moving", self.device, device):
         raise ValueError(why)
-    if self.flags is not None:
-        self.flags = self.flags.to(device)
-    _map(self, lambda x: x.to(device), HostClock())
-    self.device = self.start.device
-    for part in self.parts:
-        part.move_to(self.device)
-    if self.cos_sin is not None:
-        self.cos_sin = shared_cos_sin(self.cos_sin.inv_freq, self.key.q.d, self.device)
-        self.cos_sin.reach(self.length)
-    self.changed()
+    flags = None if self.flags is None else self.flags.to(device)
+    table = self.cos_sin and shared_cos_sin(self.cos_sin.inv_freq, self.key.q.d, device)
+    if table is not None:
+        table.reach(self.length)
+    _map(self, lambda x: x.to(device), device, flags=flags, cos_sin=table)
 
 # %% ../../nbs/31_store.ipynb #30c51f3c
 @patch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .packing import SLOT, WIDTHS, Layout
 from .append import angles, make_room
-from .exact import _plain
+from .exact import _plain, commit
 from .memory import Part
 from .store import KVStore
 from ..quant.quantizer import Quantizer
@@ -149,12 +149,23 @@ def _append_usual(store: KVStore, k: Tensor, v: Tensor) -> bool:
         coded = _code_token(store, k, v)
         if coded is None:
             return False
-        for side, x, rows in zip(store.parts, (k, v), coded):
+        for side, rows in zip(store.parts, coded):
             _put_rows(store, side, rows, store.length)
-            _put_exact(store, side, x)
-        store.length += 1
-        store.clock.count(store.length)
+        _take(store, (k, v), uncoded=False)
     return True
+
+
+def _take(store: KVStore, states: tuple, uncoded: bool) -> None:
+    "Hold a token exactly, and count it."
+    position = store.length
+
+    def change():
+        for side, x in zip(store.parts, states):
+            _put_exact(store, side, x, position)
+        store.length, store.uncoded = position + 1, uncoded
+        store.clock.count(position + 1)
+
+    commit(change)
 
 
 def _halves(both: tuple) -> tuple:
@@ -202,10 +213,9 @@ def _put_rows(store: KVStore, side: Part, rows: _Rows, position: int) -> None:
     _array(held["scale"])[:, :, tile, t] = _array(rows.scale).reshape(shape)
 
 
-def _put_exact(store: KVStore, side: Part, x: Tensor) -> None:
-    """Copy a token into the ring after the last one, and where it is a sink to its place among
-    them."""
-    position, (sinks, ring) = store.length, (side.exact.sinks, side.exact.recent)
+def _put_exact(store: KVStore, side: Part, x: Tensor, position: int) -> None:
+    "Copy a token into the ring, and where it is a sink to its place among them."
+    sinks, ring = side.exact.sinks, side.exact.recent
     if ring.shape[2]:
         _array(ring)[:, :, position % ring.shape[2]] = _array(x)[:, :, 0]
     for row, start in enumerate(store.ranges.starts):
@@ -235,9 +245,7 @@ def append_later(
     ):  # NaN is not
         return False
     make_room(store, 1)
-    for side, x in zip(sides, (k, v)):
-        _put_exact(store, side, x)
-    store.length, store.uncoded = store.length + 1, True
+    _take(store, (k, v), uncoded=True)
     return True
 
 

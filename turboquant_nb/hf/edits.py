@@ -8,12 +8,14 @@ __all__ = []
 # %% ../../nbs/51b_edits.ipynb #773b789b
 import copy
 import operator
+from functools import partial
 
 from fastcore.basics import patch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from .. import checks
+from ..cache.exact import commit
 from ..cache.store import _crop_together, rearrange
 from .cache import _Flags, TurboQuantCache
 from .layer import MARGIN, _DRAFTS, TurboQuantLayer
@@ -127,21 +129,10 @@ def activate_past_recording(self: TurboQuantCache) -> None:
 
 # %% ../../nbs/51b_edits.ipynb #0d18cb0e
 @patch
-def rows_changed(self: TurboQuantLayer, starts: tuple) -> None:
-    """Note where the rows begin that there are now. Of what was kept for the last chunk,
-    nothing fits them."""
-    self.starts, self.tail = starts, None
-
-
-@patch
-def _choose(self: TurboQuantLayer, rows: int, order: list | None) -> None:
-    """Before rows are chosen: what is shared is that of these rows; where they do not lie
-    together by what they share, it is shared no more."""
-    if self.prefix is not None:
-        chosen = self.prefix.choose(rows, order)
-        if chosen is None:
-            self.unshare()
-        self.prefix = chosen
+def rows_changed(self: TurboQuantLayer, starts: tuple, shared=None) -> None:
+    """Note where the rows begin that there are now, and what they share. Of what was kept for
+    the last chunk, nothing fits them."""
+    self.starts, self.tail, self.prefix = starts, None, shared
 
 
 @patch
@@ -149,11 +140,13 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
     if self.is_initialized:
-        self._choose(len(index), order)
+        shared = self.prefix and self.prefix.choose(len(index), order)
+        if shared is None:  # they do not lie together by what they share
+            self.unshare()
         rows = index.to(self.store.device)
-        rearrange(self.store, lambda x: x[rows], len(index))
-        order = [0] * len(index) if order is None else order
-        self.rows_changed(tuple(self.starts[i] for i in order))
+        starts = tuple(self.starts[i] for i in order or [0] * len(index))
+        then = partial(self.rows_changed, starts, shared)
+        rearrange(self.store, lambda x: x[rows], len(index), then)
 
 
 @patch
@@ -161,10 +154,8 @@ def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
     "Keep the rows `indices`, or those that a bool mask says."
     if self.is_initialized:
         self.make_growing()
-        rows = self.store.picked(indices).tolist()
-        self._choose(len(rows), rows)
-        self.store.select(indices)
-        self.rows_changed(tuple(self.starts[i] for i in rows))
+        rows = self.store.picked(indices)
+        TurboQuantLayer.take_rows(self, rows, rows.tolist())
 
 
 @patch
@@ -191,15 +182,21 @@ def batch_repeat_interleave(self: TurboQuantLayer, repeats: int, pays: bool = Tr
     that `pays` or wherever it can be; `unshared` says why not."""
     if self.is_initialized:
         self.make_growing()
-        if self.prefix is not None:
-            self.store.repeat(repeats)
-            self.prefix = self.prefix.repeated(repeats)
-        elif why := self.why_copies(repeats, pays):
-            self.store.repeat(repeats)
-            self.unshared = why
-        else:
-            self.prefix, self.store = prefix.share(self.store, repeats)
-        self.rows_changed(tuple(x for x in self.starts for _ in range(repeats)))
+        repeats, shared = checks.whole(repeats, "times", 1), self.prefix
+        starts = tuple(x for x in self.starts for _ in range(repeats))
+        why = "" if shared is not None else self.why_copies(repeats, pays)
+        if shared is None and not why:
+            shared, store = prefix.share(self.store, repeats)
+
+            def change():
+                self.store = store
+                self.rows_changed(starts, shared)
+
+            return commit(change)
+        then = partial(self.rows_changed, starts, shared and shared.repeated(repeats))
+        many = lambda x: x.repeat_interleave(repeats, 0)
+        rearrange(self.store, many, self.store.batch * repeats, then)
+        self.unshared = why or self.unshared
 
 
 @patch
@@ -232,14 +229,31 @@ def _check_rows(beam_idx, batch: list) -> None:
 @patch
 def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
     """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and
-    only where rows differ in their padding."""
+    only where rows differ in their padding. What is raised between two layers is raised when
+    the others have these rows, too; where they cannot, or states are recurrent, the cache is
+    empty then."""
     _check_rows(beam_idx, [x.store.batch for x in self.coded_layers if x.is_initialized])
     shares = lambda x: x.prefix is not None and x.prefix.store.batch > 1
     padded = any(len(set(x.starts or ())) > 1 or shares(x) for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
-    for layer in self.layers:
-        coded = hasattr(layer, "groups")
-        layer.take_rows(beam_idx, order) if coded else layer.reorder_cache(beam_idx)
+    before = [(x, x.starts) for x in self.coded_layers if x.is_initialized]
+    try:
+        for layer in self.layers:
+            coded = hasattr(layer, "groups")
+            layer.take_rows(beam_idx, order) if coded else layer.reorder_cache(beam_idx)
+    except BaseException:
+        left = [x for x, starts in before if x.starts is starts]
+        if len(left) == len(before):
+            raise
+        try:
+            if any(isinstance(x, LinearAttentionLayer) for x in self.layers):
+                raise  # nobody knows the rows of their states
+            for x in left:
+                x.take_rows(beam_idx, order)
+        except BaseException:
+            self.reset()
+            raise
+        raise
 
 # %% ../../nbs/51b_edits.ipynb #bfd4fd53
 @patch

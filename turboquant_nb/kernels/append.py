@@ -21,7 +21,7 @@ from turboquant_nb.cache.clock import (
     _take_mean,
     flags_of,
 )
-from ..cache.exact import _plain
+from ..cache.exact import _plain, commit
 from ..cache.memory import _coder
 from ..cache.store import KVStore
 from turboquant_nb.kernels.encode_launch import (
@@ -124,10 +124,22 @@ class _Again:
             args[_K], args[_V] = k.data_ptr(), v.data_ptr()
             if not store.clock.fixed:
                 args[_FIRST], args[_FIRST + 1] = at, offset
+        _count(store, self.launch, length + self.n)
+        return True
+
+    def launch(self) -> None:
         for launcher, args in self.launches:
             launcher(*args)
-        store.length = length + self.n
-        return True
+
+
+def _count(store: KVStore, launch, length: int) -> None:
+    "Launch an append, which overwrites the ring, and count its tokens; the device counts once."
+
+    def change():
+        launch()
+        store.length = length
+
+    change() if store.clock.fixed else commit(change)
 
 
 def append_again(store: KVStore, k: Tensor, v: Tensor) -> bool:
@@ -264,7 +276,10 @@ def append(
     place = Place(at, store.offset)
     if store.clock.fixed:
         place = Place(0, limit=store.max_length, on_device=True)
-    launched = plan.launch(k, v, tensors, truncated, numbers, place)
-    if launched and store.recipe.decay is None:
-        store.memo["append"] = _Again(store, k, v, launched)
-    store.length += k.shape[2]
+
+    def launch():
+        launched = plan.launch(k, v, tensors, truncated, numbers, place)
+        if launched and store.recipe.decay is None:
+            store.memo["append"] = _Again(store, k, v, launched)
+
+    _count(store, launch, store.length + k.shape[2])

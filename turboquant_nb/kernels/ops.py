@@ -207,6 +207,8 @@ class Flash(Backend):
             return "the blocks have one set of exact tokens, not one for each query"
         if call.mask is not None or call.first not in (None, store.offset):
             return "the blocks know ranges of positions, not masks"
+        if store.end is not None:
+            return "sequences have ends"
         if call.bias is not None:
             return "the blocks take no bias on scores"
         if not call.rule.causal:

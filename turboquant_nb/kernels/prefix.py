@@ -73,11 +73,8 @@ def costs(
 def _with(store: KVStore, batch: int, **sides) -> KVStore:
     "A store like this one, of other tensors, which has no padding and is counted by the host."
     out = copy(store)
-    out.key, out.value = (copy(part) for part in store.parts)
+    out.key, out.value = (getattr(store, name).having(sides[name]) for name in ("key", "value"))
     out.parts = out.key, out.value
-    for part, tensors in zip(out.parts, (sides["key"], sides["value"])):
-        part.memory = copy(part.memory)
-        part.hold(tensors)
     out.batch, out.ranges, out.clock = batch, Ranges(batch, store.device), HostClock()
     out.ranges.know((0,) * batch)
     return out

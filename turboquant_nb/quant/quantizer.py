@@ -502,12 +502,12 @@ def _checked_mean(q: Quantizer, x: Tensor, mean: Tensor | None, name: str) -> Te
 def _store_scale(scale: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     top = torch.finfo(dtype).max
     largest = float(scale.abs().max()) if scale.numel() else 0.0
-    if largest == float("inf"):
+    if largest <= top:
+        return scale.to(dtype)
+    if not largest < float("inf"):
         raise ValueError(f"{name} is too large to code: its squared norm overflows float32")
-    if largest > top:
-        remedy = f"above the largest {dtype} ({top:.3g}); use Spec(scale_dtype='bfloat16')"
-        raise ValueError(f"{name} needs a scale of {largest:.3g}, {remedy}")
-    return scale.to(dtype)
+    remedy = f"above the largest {dtype} ({top:.3g}); use Spec(scale_dtype='bfloat16')"
+    raise ValueError(f"{name} needs a scale of {largest:.3g}, {remedy}")
 
 # %% ../../nbs/20_quantizer.ipynb #256e8bd4
 def _blocks(lead: torch.Size, block: int) -> list:
@@ -536,10 +536,10 @@ def _encode_block(q: Quantizer, y: Tensor):
         codes = q.code.encode(u)
         level = q.code.levels(codes) if q.spec.scale != "norm" else y
         dot, square = (y * level).sum(-1), torch.linalg.vector_norm(level, dim=-1).square()
-    if q.spec.scale == "norm":
-        return codes, unit.nan_to_num(float("inf"))
-    top, bottom = (dot, square) if q.spec.scale == "mse" else (power, dot)
-    scale = torch.where(power > 0, top / bottom, 0.0)
+    scale = unit
+    if q.spec.scale != "norm":
+        top, bottom = (dot, square) if q.spec.scale == "mse" else (power, dot)
+        scale = torch.where(power > 0, top / bottom, 0.0)
     return codes, scale.where(power.isfinite(), float("inf"))  # refused by `_store_scale`
 
 
@@ -585,7 +585,9 @@ def encode(
     block: int | None = None,  # vectors at a time; None: as many as the device is quick at
 ) -> Coded:
     """Center, rotate, scale, code. Raises TypeError/ValueError for a wrong dtype, device,
-    shape, NaN or Inf, and for a scale that its dtype cannot hold."""
+    shape, NaN or Inf, for a squared norm that float32 cannot hold (above about 1.8e19 in all)
+    and for a scale above the largest that its dtype can (65504 in float16). One that is below
+    the least becomes 0, and the vector reads as the mean."""
     mean = _checked_mean(q, x, mean, name)
     codes, scale = code_rows(q, x, mean, block)
     coded = Coded(codes, _store_scale(scale, q.scale_dtype, name))
@@ -609,8 +611,8 @@ def decode(
     mean: Tensor | None = None,  # what was subtracted
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # [..., d]
-    """The vectors that the codes stand for. Raises ValueError if codes and scale do not fit
-    each other or d."""
+    """The vectors that the codes stand for; an entry that `dtype` cannot hold is infinite.
+    Raises ValueError if codes and scale do not fit each other or d."""
     if coded.codes.shape[-1] != q.d or coded.scale.shape != coded.codes.shape[:-1]:
         raise ValueError(
             f"codes must be [..., {q.d}] and scale [...]; got {tuple(coded.codes.shape)} and "
