@@ -110,7 +110,7 @@ def test_other_weights_are_refused(talk, plain, tmp_path):
     chat.save_conversation(talk, tmp_path / "a")
     with torch.no_grad():
         talk.model.model.norm.weight[0] += 0.5
-    with pytest.raises(ValueError, match="other weights"):
+    with pytest.raises(ValueError, match="belong to these weights alone"):
         chat.load_conversation(talk, tmp_path / "a")
 
 

@@ -111,6 +111,7 @@ GONE: dict[str, str] = {
     "--batch must be at least 1, got {}": _LEAST,
     "--apart must be at least 1, got {}": _LEAST,
     "{} must be at least 1, got {}": _LEAST,
+    "{} was written with other weights than this model's": "by `check_weights`",
 }
 
 

@@ -3,6 +3,8 @@ float64, in whose language model images are tokens like others, at positions of 
 (Qwen-VL), between tokens that see one another in both directions (Gemma 3, Molmo2, PaliGemma),
 or in layers with a sliding window (Gemma 3, Aya, Cohere 2)."""
 
+import copy
+
 import pytest
 import torch
 
@@ -415,6 +417,41 @@ def test_pictures(name, video):
             > 1e-3 * top
             > 10 * (coarse[0][1] - coarse[1][1]).abs().max()
         )
+
+
+@pytest.mark.parametrize("name", ("Qwen2_5_VL", "Qwen2VL", "Qwen3VL", "Glm4v"))
+def test_positions_that_a_model_keeps_to_itself_travel_with_a_saved_session(name, tmp_path):
+    """After an image text does not stand at the number of tokens before it; what it differs by
+    is an attribute of the model, and a fresh one does not have it."""
+    model, inputs = copy.deepcopy(made(name)), asked(name)
+    cache, how = TurboQuantCache(model, "k4v4"), dict(max_new_tokens=3, do_sample=False)
+    said = model.generate(**inputs, **how, past_key_values=cache)
+    cache.save(tmp_path / "a")
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 7, dtype=torch.long)], 1)
+    turn = dict(input_ids=torch.cat([said, said[:, 5:9]], 1), attention_mask=mask)
+
+    def goes_on(other, cache):
+        out = other.generate(
+            **turn,
+            **how,
+            past_key_values=cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return torch.stack(out.logits)
+
+    fresh, blind = (copy.deepcopy(made(name)) for _ in range(2))
+    for other in (fresh, blind):
+        other.model.rope_deltas = None
+    back = TurboQuantCache.load(tmp_path / "a", fresh)
+    lost = TurboQuantCache.load(tmp_path / "a", blind)
+    blind.model.rope_deltas = None  # the mutant
+    want = goes_on(model, cache)
+    same(goes_on(fresh, back), want)
+    assert (goes_on(blind, lost) - want).abs().max() > 1e-3
+    for how in (dict(model_or_config=model.config), dict(model_or_config=model, tokens=5)):
+        with pytest.raises(ValueError, match="holds (1 values that a|positions of its whole)"):
+            TurboQuantCache.load(tmp_path / "a", **how)
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "LlavaOnevision"])

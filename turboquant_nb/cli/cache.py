@@ -21,7 +21,6 @@ from turboquant_nb.cli.app import (
     options,
     version,
 )
-from .chat import fingerprint
 from .generate import Length, Writing, generated
 from turboquant_nb.cli.inputs import (
     Prompt,
@@ -108,9 +107,8 @@ def save(
         stage = output.stage(f"reading {n:,} tokens", len(coded.layers))
         with stage, layer_progress(model, stage), torch.no_grad():
             model(ids, past_key_values=coded, logits_to_keep=1)
-        more = dict(ids=ids[0].tolist(), weights=fingerprint(model))
         with writing(out) as new:
-            coded.save(new, {"prefix": more}, **target.how)
+            coded.save(new, {"prefix": {"ids": ids[0].tolist()}}, **target.how)
     size, exact = out.stat().st_size, 2 * coded.report()["values"]
     about = dict(version=version(), out=target.out, tokens=n, nbytes=size, ratio=exact / size)
     said = f"{n:,} tokens, {exact / size:.2f} times less than 16 bits"
@@ -129,12 +127,7 @@ def load(file: _File, prompt: Prompt, answer: Writing, source: Source, output: O
         source.switch(model)
         begin = time.monotonic()
         with at_fault(ValueError), codec.opened(file.path) as reader:
-            known = reader.header.a("prefix", dict)
-            if known.get("weights") != fingerprint(model):
-                raise ValueError(
-                    f"{file.path} was written with other weights than this model's"
-                )
-            first = known.a("ids", list)
+            first = files.Saved.of(reader.header["prefix"], "prefix").a("ids", list)
             more = reader.header, model, model.device, file.path, answer.length.max_length
             with output.stage("reading the file", reader.header.whole("layers")) as stage:
                 states = (stage.tick() or x for x in reader.layers(device=model.device))

@@ -106,7 +106,7 @@ def recipe(named: _Printed, changes: Changes, output: Output) -> None:
     output.result(data | dict(bits_with_scale=costs), tell)
 
 # %% ../../nbs/reference/87h_cli_plan.ipynb #9e31254a
-_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+_SHAPE = re.compile(r"\d+(x\d+)+")
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,22 @@ class Planned:
 def planned(name: str) -> Planned:
     """A model from a folder, a .gguf file, a hub id, or a shape such as 32x8x128. Raises Usage
     for what is none of them."""
-    if match := _SHAPE.fullmatch(name):
-        return Planned(_config_of(*map(int, match.groups())), None)
+    if _SHAPE.fullmatch(name):
+        sizes = [int(x) for x in name.split("x")]
+        if len(sizes) != 3:
+            want = "layers x KV heads x head size, such as 32x8x128"
+            raise Usage(f"--model {name}: a shape has three sizes, {want}; got {len(sizes)}")
+        return Planned(_config_of(*sizes), None)
     with at_fault(FileNotFoundError, ValueError, where="--model: "):
         check_model(name)
     with (
         at_fault(OSError, KeyError, ValueError, where=f"--model {name}: "),
+        at_fault(ZeroDivisionError, where=f"--model {name}: a size in its config is 0: "),
         at_fault(FileNotFoundError, where="--model: "),
     ):
         config = read_config(name)
     with at_fault(TypeError, ValueError, where=f"--model {name}: "):
-        hf.ModelInfo(config)  # refuses what has no keys and values to code
+        hf.ModelInfo(config).layers  # refuses what has no keys and values to code
     stored = getattr(config, "quantization_config", None)
     stored = stored.get("quant_method", "quantised") if isinstance(stored, dict) else None
     return Planned(config, parameters_of(config), stored, longest_context(config))
@@ -181,9 +186,7 @@ class CacheSize:
         )
 
     @cached_property
-    def parts(
-        self,
-    ) -> list:  # (bytes without a tile, of a tile, most tiles or None) of each layer
+    def parts(self) -> list:  # (bytes without a tile, of a tile, window or None) of each layer
         out, known = [], {}
         for layer in self.layers:
             kind = layer.recipe, sizes_of(layer.info, self.text.model_type)
@@ -194,13 +197,8 @@ class CacheSize:
                     stores.expected_nbytes(one) - stores.expected_nbytes(empty),
                     one.tile,
                 )
-            fixed, each, tile = known[kind]
-            tiles = None
-            if layer.is_sliding:
-                live = 1 + -(-(layer.sliding_window + hf.MARGIN) // tile)
-                tiles = live + -(-live // 8)
-            out.append((fixed, each, tiles))
-        self.tile = tile
+            fixed, each, self.tile = known[kind]
+            out.append((fixed, each, layer.sliding_window))
         return out
 
     def _shared(self) -> tuple:  # (bytes of tables, bytes of cosines and sines a token)
@@ -231,14 +229,17 @@ class CacheSize:
         return sum(tables.values()) + sum(rows.values()), sum(rope.values())
 
     def bytes(self, tokens: int, batch: int = 1) -> int:
-        """Bytes of a cache that holds so many tokens of each sequence; with sliding windows, at
-        most."""
+        """Bytes of a cache that has read so many tokens of each sequence at once, as its report
+        says them from the first step on (RoPE's angles of that position included). Layers with
+        a sliding window have freed tiles that nothing sees."""
         parts, used = self.parts, -(-tokens // self.tile)
-        each = sum(
-            fixed + size * (used if most is None else min(used, most))
-            for fixed, size, most in parts
-        )
+        freed = lambda window: window and max(0, tokens - window + 1 - hf.MARGIN) // self.tile
+        each = sum(fixed + size * (used - (freed(w) or 0)) for fixed, size, w in parts)
         return batch * each + self.tables + self.rope * used * self.tile
+
+    def most(self, tokens: int, batch: int = 1) -> int:
+        "The most bytes of a cache that has read so many tokens, or fewer."
+        return self.bytes(tokens - (tokens - 1) % self.tile if tokens else 0, batch)
 
 
 def sizes_of(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, of a value)
@@ -299,7 +300,11 @@ class Plan:
         parser=size,
         metavar="SIZE",
     )
-    bits_of_weights: int = option(16, "Bits of a parameter: 16, 32, 8 or 4.")
+    bits_of_weights: int | None = option(
+        None,
+        "Bits of a parameter: 16, 32, 8 or 4; 32 also makes exact tokens of the cache float32. "
+        "Default: as the config says, else 16.",
+    )
     reserve: int = option(
         "1GB", "Kept for activations and the runtime.", parser=size, metavar="SIZE"
     )
@@ -309,8 +314,13 @@ class Plan:
         for name, x in {"--context": self.context, "--batch": self.batch}.items():
             if not 1 <= x <= MOST:
                 raise Usage(f"{name} must be from 1 to {MOST:,}, got {x:,}")
-        if self.bits_of_weights not in (4, 8, 16, 32):
+        if self.bits_of_weights not in (None, 4, 8, 16, 32):
             raise Usage(f"--bits-of-weights must be 4, 8, 16 or 32, got {self.bits_of_weights}")
+
+    def dtype(self, model: Planned):
+        "The type of the model's states, which a cache keeps of exact tokens."
+        said = {16: torch.bfloat16, 32: torch.float32}.get(self.bits_of_weights)
+        return said or getattr(model.config, "dtype", None) or torch.bfloat16
 
     def bytes_of_weights(self, model: Planned) -> int:
         "As given, or those of the parameters; Usage where a config does not say them."
@@ -321,7 +331,8 @@ class Plan:
             raise Usage(
                 f"--model {self.model}: {how}; say how large they are, such as --weights 5GB"
             )
-        return (model.parameters or 0) * self.bits_of_weights // 8
+        bits = self.bits_of_weights or 8 * self.dtype(model).itemsize
+        return (model.parameters or 0) * bits // 8
 
     def memory(self) -> int | None:
         "Bytes of the GPU: as named, or of the one that is here."
@@ -348,17 +359,24 @@ def plan(ask: Plan, output: Output) -> None:
     room = None if memory is None else memory - weights - ask.reserve
     with at_fault(TypeError, ValueError, where=f"--model {ask.model}: "):
         plain = lambda n: plain_bytes(model.config, n, ask.batch, 2)
-        caches = [("16 bits", plain)]
+        caches, refused = [("16 bits", plain, plain)], {}
         for x in asked:
-            sized = CacheSize(model.config, x.recipe, torch.bfloat16)
-            caches.append((x.name, lambda n, s=sized: s.bytes(n, ask.batch)))
+            try:
+                sized = CacheSize(model.config, x.recipe, ask.dtype(model))
+            except ValueError as error:
+                refused[x.name] = str(error)
+                continue
+            both = (lambda n, f=f: f(n, ask.batch) for f in (sized.bytes, sized.most))
+            caches.append((x.name, *both))
+        if asked and len(caches) == 1:
+            raise ValueError("; ".join(f"{name}: {why}" for name, why in refused.items()))
         values, rows = plain(ask.context) // 2, []
-        for name, held in caches:
+        for name, held, most in caches:
             nbytes = held(ask.context)
             row = dict(cache=name, nbytes=nbytes, bits_per_value=8 * nbytes / values)
             row["ratio"] = (rows or [row])[0]["nbytes"] / nbytes
             row["fits"] = None if room is None else nbytes <= room
-            row["largest_context"] = None if room is None else largest(held, room)
+            row["largest_context"] = None if room is None else largest(most, room)
             rows.append(row)
     about = dict(
         weights=weights,
@@ -366,6 +384,8 @@ def plan(ask: Plan, output: Output) -> None:
         reserve=ask.reserve,
         model_context=model.context,
         parameters=model.parameters,
+        dtype=str(ask.dtype(model)).removeprefix("torch."),
+        refused=refused,
     )
     head = dict(version=version(), model=ask.model, context=ask.context, batch=ask.batch)
     output.result(head | about | dict(caches=rows), lambda: _tell(ask, rows, about))
@@ -395,13 +415,15 @@ def _assumed(ask: Plan, about: dict) -> list:
         weights = "Weights: not known of a shape, taken as none; give --weights SIZE."
     else:
         weights = (
-            f"Weights: {n:,} parameters of {ask.bits_of_weights} bits, "
+            f"Weights: {n:,} parameters of {8 * about['weights'] // n} bits, "
             f"{in_words(about['weights'])}."
         )
     out = [
-        f"Cache: {ask.batch:,} x {ask.context:,} tokens, tables and exact tokens included.",
+        f"Cache: {ask.batch:,} x {ask.context:,} tokens, tables and exact tokens "
+        f"({about['dtype']}) included.",
         weights,
     ]
+    out += [f"{name} does not fit: {why}." for name, why in about["refused"].items()]
     if about["memory"] is not None:
         out.append(
             f"Memory: {in_words(about['memory'])}, of which {in_words(ask.reserve)} are kept "

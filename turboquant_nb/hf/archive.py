@@ -15,7 +15,12 @@ from ..files import Saved
 from .cache import TurboQuantCache
 from .layer import TurboQuantLayer
 from .latents import IndexKeys
-from .model_info import _recipes_from_json, _recipes_to_json
+from turboquant_nb.hf.model_info import (
+    _recipes_from_json,
+    _recipes_to_json,
+    check_weights,
+    left_behind,
+)
 from ..cache.clock import DeviceClock, HostClock, clock_of
 from ..cache.codec import KVStore, opened, write
 from ..cache.disk import state_of, store_of
@@ -39,6 +44,10 @@ def header_of(cache: TurboQuantCache) -> dict:
     about["recipe"] = _recipes_to_json(cache.recipes)
     fixed = any(x.clock.fixed for x in cache.coded_layers)
     about |= {"layers": len(cache.coded_layers), "static": fixed}
+    if whose := cache.weights:
+        about["weights"] = whose
+    if kept := [vars(m)[name] for m, name in left_behind(cache._model())]:
+        about["outside"] = [x.tolist() if isinstance(x, torch.Tensor) else x for x in kept]
     return about | ({"indices": cache.info.indices} if cache.info.indices else {})
 
 
@@ -73,6 +82,40 @@ def _go_on(layer: TurboQuantLayer, store: KVStore) -> None:
     layer.starts = tuple(store.start.tolist())
     if layer.clock.fixed:
         layer.captured.settle(layer, store.key.tensors["sinks"])
+
+
+def _put_back(outside: list, model, path) -> None:
+    """Let a model keep what a saved cache's model kept of the prompt. Raises ValueError where
+    it has no place for it, or for what it cannot be."""
+    kept = left_behind(model)
+    if len(kept) != len(outside):
+        raise ValueError(
+            f"{path} holds {len(outside)} values that a model keeps outside of its cache, such "
+            f"as positions after an image, and this one keeps {len(kept)}: save and load it "
+            "with the model that read the prompt, not with its config"
+        )
+    try:
+        values = [x if x is None else torch.tensor(x, dtype=torch.long) for x in outside]
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"outside must hold whole numbers: {error}") from None
+    for (m, name), x in zip(kept, values):
+        setattr(m, name, x if x is None else x.to(model.device))
+
+
+def _check_whose(header: Saved, cache: TurboQuantCache, path) -> None:
+    """Raise ValueError for states of other weights than the model's; of a config the model that
+    runs first is compared."""
+    model = cache._model()
+    if "weights" in header:
+        cache._weights = Saved.of(header["weights"], "weights")
+        if model is not None:
+            check_weights(cache._weights, model, path)
+    elif model is not None:
+        raise ValueError(
+            f"{path} does not say whose weights its states are of: it is older, or was saved "
+            "when its model was gone. Where you know that they are this model's, load it with "
+            "model.config"
+        )
 
 
 def _same_rope(held: torch.Tensor, mine: tuple | None) -> bool:
@@ -146,6 +189,7 @@ def from_states(
     static = header.a("static", bool) and max_length is not None
     clock = DeviceClock if static else HostClock
     cache = cls(model_or_config, recipes, max_length=max_length, **clock.settings)
+    _check_whose(header, cache, path)
     if stores != len(cache.coded_layers):
         want = f"{len(cache.coded_layers)} stores for its recipes"
         raise ValueError(f"{path} must have {want}, got {stores}")
@@ -166,6 +210,7 @@ def from_states(
         _go_on(layer, store)
     if next(states, None) is not None:  # which also reads the end
         raise ValueError(f"{path} must have {stores} layers, got more")
+    _put_back(Saved({"outside": []} | header).a("outside", list), cache._model(), path)
     return cache
 
 
@@ -183,6 +228,11 @@ def load(
     if device is None:
         device = getattr(model_or_config, "device", "cpu")  # of a configuration: none
     with opened(path) as reader:
+        if tokens is not None and "outside" in reader.header:
+            raise ValueError(
+                f"{path} holds positions of its whole prompt, which the first {tokens} tokens "
+                "alone may not have: load all of it"
+            )
         states = reader.layers(device=device)
         if tokens is not None:
             states = (

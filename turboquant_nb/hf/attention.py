@@ -6,7 +6,8 @@
 __all__ = ['turboquant_mask', 'mask_on_codes', 'exact_attention', 'serve_codes', 'turboquant_attention']
 
 # %% ../../nbs/52_hf_attention.ipynb #ec90e378
-from functools import partial
+import warnings
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -300,6 +301,12 @@ def _by_codes(call: AttentionCall) -> Tensor:
     return _served(call, *_attended(layer, ours))
 
 
+@lru_cache
+def _say_fallback(name: str, why: str) -> None:
+    "Once: what makes steps slower than they might be."
+    warnings.warn(f"decoding steps are served by backend {name!r}: {why}", stacklevel=2)
+
+
 def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
     "Eager attention to what a layer's store holds."
     demanded, n, mask = layer.backend, ours.q.shape[2], ours.mask
@@ -313,6 +320,8 @@ def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
     answer = ops.serve(ours, name)
     if why and name != "flash":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
+        if n == 1 and plain and demanded == "auto" and not torch.compiler.is_compiling():
+            _say_fallback(name, why)
     return name, answer
 
 

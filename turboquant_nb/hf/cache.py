@@ -26,11 +26,19 @@ from turboquant_nb.hf.hooks import (
     attention_name,
     eagerly,
     listen_to_masks,
+    running_model,
     serve_expansions,
     serve_handles,
 )
 from .layer import NAME, MixedLayer, Reader, TurboQuantLayer
-from .model_info import EXPAND, ModelInfo, plan_layers
+from turboquant_nb.hf.model_info import (
+    EXPAND,
+    ModelInfo,
+    adapters_of,
+    check_weights,
+    plan_layers,
+    weights_of,
+)
 from .passes import RowStarts, check_mask, check_positions, check_size
 from .report import Report, report_of
 from ..quant.mixed_precision import HeadRecipe
@@ -104,14 +112,10 @@ def _checkpoints(model) -> bool:
     return any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
 
 
-def _begin(module, args, kwargs) -> None:
-    """Before a model's forward: the pass takes a cache of ours for itself; and
-    `check_positions` sees where it begins, where transformers made no mask that says it."""
-    cache, places = kwargs.get("past_key_values"), kwargs.get("position_ids")
-    if not isinstance(cache, TurboQuantCache):
-        return
-    if torch.compiler.is_compiling():
-        return None if cache.static else eagerly(_begin, module, args, kwargs)
+def _check_pass(cache, module, kwargs: dict) -> None:
+    """Raise ValueError for a pass of which transformers would make another one than was asked
+    for, without a word; `check_positions` sees where it begins, where transformers made no mask
+    that says it."""
     if module.training and _checkpoints(module):
         raise ValueError(
             "gradient checkpointing takes every cache away from a model that trains: "
@@ -122,21 +126,34 @@ def _begin(module, args, kwargs) -> None:
             "use_cache=False lets generate() give the whole text again in each step, and a "
             "cache would take it as new: pass use_cache=True"
         )
-    cache.take()
-    cache._began = time.perf_counter()
-    if cache.reader.deferred:  # such models have no other way to say it
-        asked = kwargs.get("output_attentions")
-        asked = getattr(module.config, "output_attentions", False) if asked is None else asked
-        cache.reader.weights = bool(asked)
+    cache.recognise(module)
+    places, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(places, Tensor):
         return
-    layer, n, mask = cache.coded_layers[0], places.shape[-1], kwargs.get("attention_mask")
+    layer, n = cache.coded_layers[0], places.shape[-1]
     dropped = mask is None or (
         cache.static and getattr(mask, "ndim", 4) == 4
     )  # of a static cache `generate` makes one of four dimensions
     waits = places.device.type != "cpu" and n == 1  # a step on a GPU is not worth a look
     if dropped and not waits and places.ndim == 2 and not layer.by_device:
         check_positions(places, layer.held, layer.drafting)
+
+
+def _begin(module, args, kwargs) -> None:
+    "Before a model's forward: the pass takes a cache of ours for itself, and is looked at."
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, TurboQuantCache):
+        return
+    if torch.compiler.is_compiling():
+        return None if cache.static else eagerly(_begin, module, args, kwargs)
+    first = cache.take()
+    cache._began = time.perf_counter()
+    if cache.reader.deferred:  # such models have no other way to say it
+        asked = kwargs.get("output_attentions")
+        asked = getattr(module.config, "output_attentions", False) if asked is None else asked
+        cache.reader.weights = bool(asked)
+    if first:  # else a model around this one was looked at
+        _check_pass(cache, module, kwargs)
 
 
 def _end(module, args, kwargs, out) -> None:
@@ -246,7 +263,9 @@ class TurboQuantCache(Cache):
         self.groups = [getattr(x, "groups", ()) for x in self.layers]  # of each layer
         self.coded_layers = [group for groups in self.groups for group in groups]
         self.padding = RowStarts(self.coded_layers)
-        self._flags, self._like = _Flags(), None
+        self._flags = _Flags()
+        # whose states a file held; which adapters took part in what is held (None: not known)
+        self._weights = self._adapters = None
         self._on_codes = (
             None  # whether the pass that runs attends on codes; its first layer asks
         )
@@ -285,6 +304,7 @@ class TurboQuantCache(Cache):
         "Length and first position of the keys that the next update of a layer returns."
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.get_mask_sizes, query_length, layer_idx)
+        self._listen()
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
             return length, first
@@ -315,11 +335,18 @@ class TurboQuantCache(Cache):
         if torch.compiler.is_compiling() or not groups:
             return layer.update(key_states, value_states, *args, **kwargs)
         if groups[0] is self.coded_layers[0]:
-            self._mine |= self.take()  # nobody took it where it was made from a config
+            self._listen()
+            self._mine |= self.take()  # nobody took it where no model is heard yet
             self._begin_pass()
             self._on_codes, self._late = groups[0].on_codes, []
         known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
         last = groups[-1] is self.coded_layers[-1]
+        held = groups[0].length if known is None else known
+        if held and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(
+                "codes pass no gradient on to the tokens that they hold: compute under "
+                "torch.no_grad() or torch.inference_mode(), and train with DynamicCache"
+            )
         unseen = self._unseen if "_owner" in self.__dict__ and not self._mine else None
         if last:
             self._on_codes = None  # the pass ends here
@@ -464,11 +491,43 @@ class TurboQuantCache(Cache):
 
     # --- what a pass tells
 
+    def _listen(self) -> None:
+        """Let a model that runs without our hooks have them: the cache was made from its
+        config, or from another model. Raises ValueError as `_check_pass`."""
+        if "_owner" in self.__dict__:  # the hooks took it
+            return
+        model, given = running_model(self)
+        if model is not None:
+            _listen_to_passes(model)
+            _check_pass(self, model, given)
+
+    @property
+    def weights(self) -> dict | None:
+        "Whose states are held, see `weights_of`; None: not known, as of a config."
+        model = self._model()
+        return self._weights if model is None else weights_of(model)
+
+    def recognise(self, model) -> None:
+        """Note which model runs. Raises ValueError where other weights, or other adapters, made
+        the states that are held."""
+        known, held, now = self._model(), self.coded_layers[0].length, adapters_of(model)
+        if known is not model:
+            self.check_model(model.config)
+            apart = known is None or {*known.modules()}.isdisjoint(model.modules())
+            if held and apart and (states := self.weights):
+                check_weights(states, model, "this cache")
+            self._model = weakref.ref(model)
+        if not held or self._adapters is None:
+            self._adapters = now
+        elif self._adapters != now:
+            raise ValueError(
+                f"this cache holds states of adapters {self._adapters}, and {now} take part "
+                "now: make a cache for each, or call cache.reset()"
+            )
+
     def check_model(self, config) -> None:
         """Raise ValueError, saying what differs, if the cache was built for another model than
-        the one with this config. Without a config there is nothing to compare."""
-        if config is None or config is self._like:
-            return
+        the one with this config."""
         if config.get_text_config(decoder=True) is self.config:
             return
         mine, other = self.info.structure, ModelInfo(config).structure
@@ -477,7 +536,6 @@ class TurboQuantCache(Cache):
             raise ValueError(
                 f"this cache was built for another model: it has {'; '.join(differ)}"
             )
-        self._like = config  # compared once, not in each pass
 
     def hear(self, layer, batch: int, n: int, attention_mask, config):
         """What a mask function of transformers is asked before a pass of n tokens: refuse what
@@ -489,7 +547,6 @@ class TurboQuantCache(Cache):
             held = layer.held  # where a device counts, this waits for it
             check_size(batch, n, held)
             check_mask(attention_mask, batch, held, n)
-            self.check_model(config)
             self.padding.learn(layer, held, n, attention_mask, decides=on_codes)
         return type(self).make_mask if on_codes else None
 

@@ -31,13 +31,18 @@ class Default:
 
     def add(self, given: dict) -> dict:
         "What a call of `generate` gets besides its arguments."
-        config = given.get("generation_config") or self.model().generation_config
-        asked = lambda name: given.get(name, getattr(config, name, None))
+        own, config = self.model().generation_config, given.get("generation_config")
+
+        def asked(name: str):
+            "What the call says; what it has from the model's own settings is nothing it asks."
+            mine, other = (getattr(x, name, None) for x in (own, config))
+            return given.get(name, None if config is None or mine == other else other)
+
         cached = given.get("past_key_values") is not None or asked("cache_implementation")
         if cached or asked("use_cache") is False:
             return {}
         self.cache = self.made()
-        return dict(past_key_values=self.cache)
+        return dict(past_key_values=self.cache, use_cache=True, cache_implementation=None)
 
     def done(self) -> None:
         "Note what the cache of a call held, and let go of it."

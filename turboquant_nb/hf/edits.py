@@ -35,7 +35,7 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     if self.prefix is not None and n >= self.store.length:
         self.unshare()
     if self.clock.fixed:
-        self.tail = self.store.crop(min(n, self.held), self.tail)
+        self.tail = self.store.crop(n, self.tail)
         return
     if (
         self.drafting and self.store.clock.fixed
@@ -259,7 +259,7 @@ def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
 @patch
 def __deepcopy__(self: TurboQuantCache, memo):
     "A copy with tokens of its own; what belongs to the model stays shared."
-    shared = [self.config, self.info, self._like, *(x.info for x in self.coded_layers)]
+    shared = [self.config, self.info, *(x.info for x in self.coded_layers)]
     for layer in self.coded_layers:
         if layer.is_initialized and layer.inv_freq is not None:
             shared.append(layer.store.rope_table)

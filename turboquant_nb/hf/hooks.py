@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['Before', 'After', 'Finally', 'Instead', 'hooked', 'as_bool', 'split_mask', 'AttentionCall', 'as_interface',
            'register', 'attention_name', 'Attend', 'eagerly', 'MaskLength', 'listening', 'listen_to_masks', 'Handle',
-           'serve_handles', 'serve_expansions', 'Ask', 'wants_weights', 'Detour', 'GenerateWith', 'each_layer',
-           'causal_mask_function', 'sdpa_mask']
+           'serve_handles', 'serve_expansions', 'Ask', 'wants_weights', 'Detour', 'GenerateWith', 'running_model',
+           'each_layer', 'causal_mask_function', 'sdpa_mask']
 
 # %% ../../nbs/50b_hooks.ipynb #f2eda8d2
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -442,8 +443,25 @@ class GenerateWith:
 
     @staticmethod
     def take(model: nn.Module) -> None:
-        "Let a model generate as its class does."
+        "Let a model generate as its class does. Raises TypeError for what cannot generate."
+        if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
+            got = type(model).__name__
+            raise TypeError(f"model must be one of transformers that generates, got {got}")
         vars(model).pop("generate", None)
+
+# %% ../../nbs/50b_hooks.ipynb #5b0e0002
+def running_model(cache) -> tuple:  # (model, its arguments by name), or (None, {})
+    "The outermost model among the callers whose forward has this cache."
+    frame, found = sys._getframe(1), (None, {})
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            given = frame.f_locals
+            given, model = {**given, **(given.get("kwargs") or {})}, given.get("self")
+            named = given.get("past_key_values") is cache
+            if named and hasattr(model, "get_input_embeddings"):
+                found = model, given
+        frame = frame.f_back
+    return found
 
 # %% ../../nbs/50b_hooks.ipynb #3bd2a16c
 def each_layer(model: nn.Module, tick: Callable) -> list:

@@ -295,14 +295,13 @@ class TurboQuantLayer(CacheLayerMixin):
     def held(self) -> int:
         """Tokens seen so far, freed ones included; where a device counts them, this waits for
         it."""
-        if not self.is_initialized:
-            return 0
-        return self.store.sync() if self.clock.fixed else self.length
+        counted = self.clock.fixed and self.is_initialized
+        return self.store.sync() if counted else self.length
 
     @property
     def length(self) -> int:
         "The same as the host counts it, which waits for nothing."
-        return self.shared + self.store.length
+        return self.shared + self.store.length if self.is_initialized else 0
 
     @property
     def shared(self) -> int:

@@ -31,7 +31,7 @@ from .cpp import SOURCE
 def _processor() -> str:
     "What this processor is and can do."
     info = Path("/proc/cpuinfo")
-    head = info.open().read(8192).split("\n\n")[0] if info.exists() else ""
+    head = info.read_text()[:8192].split("\n\n")[0] if info.exists() else ""
     kept = ("model name", "flags", "Features", "CPU part")
     lines = [line for line in head.splitlines() if line.startswith(kept)]
     return "\n".join([platform.machine(), platform.processor(), *lines])

@@ -331,8 +331,10 @@ def select_backend(call: Call) -> Choice:
             known.clear()
         refuses = lambda name: BACKENDS[name].refuses(call)
         name, why = _choice(rule.backend, BACKENDS, refuses, "this call")
-        if name == "gather" and rule.backend == "auto":  # a processor: why not by its kernel
-            why = refuses("cpu")
+        if rule.backend in ("torch", "blocks", "gather"):
+            why = f"backend={rule.backend!r} was asked for"
+        elif store.device.type == "cpu" and rule.backend == "auto" and "cpu" in BACKENDS:
+            why = "" if name == "flash" else refuses("cpu")  # a processor's own kernel
         elif BACKENDS[name].served == "kernel":  # of such calls there is no faster one
             why = ""
         elif rule.latent:

@@ -63,6 +63,9 @@ def _usual_layers(config) -> list:
         slides = "sliding" in kind
         latent = lambda name, s=slides, own=own: (s and own(f"swa_{name}")) or own(name)
         full, heads = kind == "full_attention", mine.num_attention_heads
+        if 0 in (heads, own("num_key_value_heads")):
+            got = f"got {heads} and {own('num_key_value_heads')}"
+            raise ValueError(f"{config.model_type} must have attention and KV heads, {got}")
         size = (
             (full and own("global_head_dim")) or own("head_dim") or own("hidden_size") // heads
         )
