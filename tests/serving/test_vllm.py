@@ -135,8 +135,8 @@ def test_a_step_is_counted_once(monkeypatch):
 
 
 def test_as_many_as_said_run_at_once(tmp_path):
-    """As many whole requests as the engine says run at once, and none is thrown out; half as many
-    again do not. The sum takes every window to lie as badly as it can in its pages."""
+    """As many whole requests as the engine says run at once, and none is thrown out; half as
+    many again do not. The sum takes every window to lie as badly as it can in its pages."""
     seen = run(tmp_path, "at_once")
     most, (fit, more) = int(seen["said"]), seen["ran"]
     assert most > 10 and seen["tokens"] == int(seen["said"] * 512), seen

@@ -236,8 +236,8 @@ class PageBackend(AttentionBackend):
 
 
 def block_tokens(cache_config) -> int:
-    """Tokens of an engine's block, asked while its layers are made. Where the user named no size
-    vLLM has its own default there until all are made, and then what our backend prefers."""
+    """Tokens of an engine's block, asked while its layers are made. Where the user named no
+    size vLLM has its own default there until all are made, then what our backend prefers."""
     tokens = cache_config.block_size
     named = getattr(cache_config, "user_specified_block_size", True)
     return tokens if named else PageBackend.get_preferred_block_size(tokens)
