@@ -24,6 +24,7 @@ GONE: dict[str, str] = {
     "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
         "of eval needle, whose sentences eval long asks for"
     ),
+    "cli/bench": "scripts/bench measures; the command repeated a part of it",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
