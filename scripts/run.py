@@ -154,9 +154,7 @@ LAST = {
         "esm": "ESM-2 on compressed keys and values: recipes, contacts, variants, scores",
         "masks": "which trellis codes are good",
     },
-    "0d1ffa97": {
-        "transfer": "a prompt read in one process, its cache ready in another",
-    },
+    "0d1ffa97": {"transfer": "a prompt read in one process, its cache ready in another"},
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
 
