@@ -89,11 +89,6 @@ EXPERIMENTS = {
         "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
         "--tiny --shapes 1x300 --seconds .01",
     ),
-    "transfer": Entry(
-        "bench.transfer",
-        "a prompt read in one process, its cache ready in another",
-        "--shape tiny --tokens 40 --repeat 1",
-    ),
     # --- quality
     "recipes": Entry(
         "eval.recipes",
@@ -159,6 +154,7 @@ LAST = {
         "esm": "ESM-2 on compressed keys and values: recipes, contacts, variants, scores",
         "masks": "which trellis codes are good",
     },
+    "0d1ffa97": {"transfer": "a prompt read in one process, its cache ready in another"},
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
 

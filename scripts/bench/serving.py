@@ -66,7 +66,6 @@ WANTED = {  # what a part must have met
         learnt="learnt sliding firsts",
         offload="decided",
         offload_codes="decided",
-        folder="decided hits",
         random_firsts="firsts preempted hits cancelled",
         sizes="firsts recent",
         latents="latents chunks_with_past preempted",
@@ -161,8 +160,6 @@ def needed(kind, model="llama-8b", shapes=()):
     must |= OF_MODEL.get(model, set())
     if any(x.startswith("offload:") for x in shapes):
         some, must = some | {"offload_codes"}, must | {"offload"}
-    if any(x.startswith("folder:") for x in shapes):
-        must |= {"folder"}
     return some | must, must
 
 
@@ -244,9 +241,6 @@ class Engine:
         shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
         profiles = [] if a.profile is None else ["--profile", a.profile]
         profiles += [] if cache_gib is None else ["--cache", cache_gib]
-        if a.shared is not None:
-            (Path(a.shared) / kind).mkdir(parents=True, exist_ok=True)
-            profiles += ["--shared", Path(a.shared) / kind]
         command = [
             sys.executable,
             HERE / "serving_engine.py",
@@ -385,9 +379,7 @@ def options(p):
             "requests x tokens x new tokens: first token and time of a token; ragged: all but "
             "one of the requests have 1,000 tokens; first: first token alone; full: all at "
             "once in --gib of blocks, written tokens per second; offload: first tokens of "
-            "prefixes that are computed, stayed, or come back from the host's memory; folder: "
-            "of prefixes that the first engine of a kind computes and the next, which has the "
-            "same name, finds in --shared"
+            "prefixes that are computed, stayed, or come back from the host's memory"
         ),
     )
     p.add_argument(
@@ -420,7 +412,6 @@ def options(p):
         type=float,
         help="GiB of blocks of each kind, instead of what --memory leaves",
     )
-    p.add_argument("--shared", metavar="FOLDER", help="a folder between engines of one kind")
     p.add_argument(
         "--turn", metavar="FILE", help="wait, with all imported, until this file exists"
     )

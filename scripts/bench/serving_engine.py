@@ -1,5 +1,5 @@
 """One engine of vLLM with a model's shapes and dummy weights, in a process of its own:
-serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] [--shared FOLDER] KIND FOLDER
+serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] KIND FOLDER
 GPUS MEMORY GIB SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a
 line comes on its standard input, and measures when the next one comes: others may be imported
 before the first, and started before the second, while none is measured."""
@@ -194,19 +194,12 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
 OURS = r"(k\dv\d(?:-trellis(?:_fast)?)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-even)?"
 
 
-def offloading(tokens, model, kind="bf16", shared=None):
+def offloading(tokens, model):
     """What vLLM is told of pages on the host: room for two prefixes of so many tokens in bf16,
-    whatever the kind; and of a folder behind it, of ours or, for other kinds, of vLLM's own."""
+    whatever the kind."""
     heads, d = model["num_key_value_heads"], model["head_dim"]
     room = 2 * tokens * model["num_hidden_layers"] * heads * d * 4
     extra = dict(cpu_bytes_to_use=room)
-    if shared and re.fullmatch(OURS, kind):
-        from turboquant_nb.serving.folder import transfer_config
-
-        return transfer_config(shared, room)
-    if shared:
-        tier = dict(type="fs", root_dir=shared)
-        extra |= dict(spec_name="TieringOffloadingSpec", secondary_tiers=[tier])
     return dict(
         kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
     )
@@ -357,52 +350,6 @@ class Prefixes:
             yield dict(what=what, bytes=x[-1][0]) | spread([y[1] for y in x], "s")
 
 
-class Shared(Prefixes):
-    """First tokens of the same three prefixes in every engine of a folder: the first computes
-    them, the others find them there."""
-
-    def rows(self, batch, tokens):
-        yields(self.llm.llm_engine)
-        gen, times, of = torch.Generator().manual_seed(7), {}, {}
-        fresh = lambda: torch.randint(3, 31000, (batch, tokens), generator=gen).tolist()
-        connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
-        (tier,) = connector.connector_scheduler.manager.secondary_tiers
-        self.first(fresh())  # what is made on first use
-        for _ in range(3):
-            prefixes = fresh()
-            self.forget()
-            tier.drain_jobs()
-            seconds, cached = self.first(prefixes)
-            by = "computed" if cached == 0 else "folder"
-            times.setdefault(by, []).append(seconds)
-            of[by] = cached
-        self.forget()
-        tier.drain_jobs()
-        if len(times) > 1:
-            raise RuntimeError(f"some prefixes were found in the folder, others not: {of}")
-        for by, x in times.items():
-            yield dict(what="first token", by=by, cached=of[by]) | spread(x, "s")
-
-
-def yields(engine):
-    """As vLLM's own process of an engine: a step that had nothing to compute leaves a
-    millisecond to threads that move pages."""
-    step, scheduler = engine.step, engine.engine_core.engine_core.scheduler
-
-    def patient():
-        out = step()
-        if not scheduler.running:
-            time.sleep(0.001)
-        return out
-
-    engine.step = patient
-
-
-def held(folder):
-    "Bytes of the files of a folder."
-    return sum(x.stat().st_size for x in Path(folder).rglob("*") if x.is_file())
-
-
 def spread(x, unit):
     "Of three times."
     p20, p50, p80 = sorted(x)
@@ -484,16 +431,7 @@ def profiled(run, path):
 
 
 def main(
-    kind,
-    folder,
-    gpus,
-    memory,
-    gib,
-    shapes,
-    profile=None,
-    model="llama-8b",
-    cache_gib=None,
-    shared=None,
+    kind, folder, gpus, memory, gib, shapes, profile=None, model="llama-8b", cache_gib=None
 ):
     from vllm import LLM, SamplingParams
 
@@ -513,8 +451,8 @@ def main(
         return
     began = time.time()
     more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory, model)
-    if offloaded := [b * n for what, b, n, _ in shapes if what in ("offload", "folder")]:
-        more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model], kind, shared)
+    if offloaded := [b * n for what, b, n, _ in shapes if what == "offload"]:
+        more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model])
     copied = copies() if offloaded else []
     if cache_gib is not None:
         more["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
@@ -584,11 +522,6 @@ def main(
             for found in Prefixes(llm, asked, draw, copied).rows(fresh):
                 row(**of, **found)
             continue
-        if what == "folder":
-            for found in Shared(llm, asked, draw, copied).rows(batch, tokens):
-                row(**of, **found)
-            row(what="in the folder", **of, p50=held(shared), unit="bytes")
-            continue
         if what == "first":
             times = [afresh() for _ in range(4)][1:]
             row(what="first token", **of, **spread(times, "s"))
@@ -615,7 +548,6 @@ if __name__ == "__main__":
     p.add_argument("--model", choices=MODELS, default="llama-8b")
     p.add_argument("--profile")
     p.add_argument("--cache", dest="cache_gib", type=float)
-    p.add_argument("--shared")
     for name, kind in dict(kind=str, folder=str, gpus=int, memory=float, gib=float).items():
         p.add_argument(name, type=kind)
     p.add_argument("shapes", nargs="+", type=shape_of)

@@ -27,7 +27,6 @@ from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from turboquant_nb.apps import search
 from turboquant_nb.cache import codec
 from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.calibration import fit, sensitivity
@@ -202,15 +201,6 @@ def protein_code():
     return transform.TransformCode(*sides, transform.RECIPES["water3"], header, hashes)
 
 
-def index(center):
-    gen = torch.Generator().manual_seed(0)
-    x = torch.randn(70, 24, generator=gen)
-    spec = Spec(2, residual="qjl") if center else Spec(3)
-    found = search.CodedIndex(24, spec, x.mean(0) if center else None)
-    found.block = 32
-    return found.add(x)
-
-
 def conversation(model):
     "A conversation of one turn, whose words nobody needs."
     talk = chat.Conversation(model, None, lambda: TurboQuantCache(model, "k3v3"))
@@ -296,18 +286,6 @@ def cases():
             ],
         )
     )
-    for center in (False, True):
-        x = index(center)
-        out.append(
-            Case(
-                f"index{', with a centre' * center}",
-                x.save,
-                search.CodedIndex.load,
-                search.CodedIndex.save,
-                lambda x: "" if bool(x.decode().isfinite().all()) else "vectors",
-                lambda x: x.search(torch.zeros(1, x.d), 1) if len(x) else None,
-            )
-        )
     talk = conversation(llama)
     out.append(
         Case(

@@ -10,7 +10,6 @@ from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes, tail_with
 from turboquant_nb.cache.append import prompt_pair_scales
-from turboquant_nb.apps.search import CodedIndex
 from turboquant_nb.kernels import launch, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -440,8 +439,6 @@ def test_where_it_is_refused():
         Spec(pair_scale="prompt", rotation=name)
     with pytest.raises(ValueError, match="key.pair_scale must be 'none'.*blocks are shared"):
         serving_recipe(scaled(sinks=0, center="none"))
-    with pytest.raises(ValueError, match="spec.pair_scale must be 'none'"):
-        CodedIndex(32, Spec(4, pair_scale="prompt"))
     recipe = scaled()
     assert Recipe.from_json(recipe.to_json()) == recipe
     old = (

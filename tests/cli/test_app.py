@@ -61,7 +61,7 @@ def whales(ask: Whales, output: Output) -> None:
 def test_the_commands_are_the_files_of_the_folder():
     "None is named in a list that could lack one."
     known = {x.name for x in conventions.app.registered_commands}
-    assert {"bench", "calibrate", "chat", "demo", "generate", "plan", "serve", "web"} <= known
+    assert {"calibrate", "chat", "demo", "generate", "plan", "serve", "web"} <= known
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,6 @@ def test_the_commands_are_the_files_of_the_folder():
                     "plan --model embedded --recipe k3v3",
                     "eval ppl --recipe k3v3",
                     "eval ppl --against dense",
-                    "bench --recipe k3v3",
                     "serve nothing --recipe",
                     "recipe",
                     "web --recipe k3v3",
@@ -184,7 +183,6 @@ OPTIONS = {  # every option that a command line could have before there was type
         f"--recipe {CHANGES} --system --load --max-new-tokens --max-length --prefill-chunk "
         f"--sample --temperature --top-p --seed --chat --no-chat --attention {MODEL} {SHARED}"
     ),
-    "bench": f"--recipe --tokens --new --rounds --only --threads --out --plot {MODEL} {SHARED}",
     "embed": f"--out --of --fasta --code --batch --model --device {SHARED}",
     "fold-protein": f"LETTERS|FILE --model --pdb --recipe --code --device {SHARED}",
     "contacts": f"--above --apart --fasta --code --batch --out --model --device {SHARED}",

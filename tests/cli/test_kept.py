@@ -10,7 +10,7 @@ import sys
 import pytest
 import typer
 
-from turboquant_nb.cli import bench, calibrate, main
+from turboquant_nb.cli import calibrate, main
 from turboquant_nb.cli import eval as evals
 from turboquant_nb.cli import generate as writes
 from turboquant_nb.cli.app import app
@@ -21,7 +21,6 @@ from .conftest import PROGRAM, shell
 pytestmark = pytest.mark.usefixtures("one_thread")
 CTRL_C = KeyboardInterrupt
 EVAL = "eval ppl --windows 2 --length 40 --prompt 20 --recipe k4v4 k3v3 k2v2"
-BENCH = "bench --only attention --tokens 40 --rounds 2 --recipe k3v3 k4v4"
 
 
 def words_of(group, words=()):
@@ -63,30 +62,26 @@ def test_a_run_in_ascii_is_printed_escaped(ascii, tiny, tmp_path):
     words = f"generate --model {tiny} --max-new-tokens 12 --compare --no-chat --file".split()
     code, out, _ = ascii(*words, tmp_path / "wal.txt")
     assert code == 0 and "\\ufffd" in out  # a random model writes no UTF-8
-    code, out, _ = ascii(*BENCH.split(), "--model", tiny)
-    assert code == 0 and "20 % \\u2026 80 %" in out
 
 
 @pytest.mark.parametrize(
     "env", [dict(PYTHONIOENCODING="ascii"), dict(LC_ALL="C", PYTHONUTF8="0")]
 )
 def test_help_in_a_process_of_its_own(env):
-    done = shell("bench", "--help", **env, PYTHONCOERCECLOCALE="0")
+    done = shell("eval", "--help", **env, PYTHONCOERCECLOCALE="0")
     assert done.returncode == 0 and "Usage" in done.stdout and done.stderr == ""
 
 
-@pytest.mark.parametrize("line", [EVAL, BENCH])
-def test_files_are_written_before_anything_is_printed(line, call, tiny, tmp_path, monkeypatch):
+def test_files_are_written_before_anything_is_printed(call, tiny, tmp_path, monkeypatch):
     "Standard output that is full, or gone, costs no result."
-    module = evals if line is EVAL else bench
     seen = []
 
     def broken(*_, **__):
         seen.append((tmp_path / "r.json").exists())
         raise OSError("standard output is full")
 
-    monkeypatch.setattr(module, "show_table", broken)
-    code, out, err = call(f"{line} --model {tiny} --out {tmp_path / 'r.json'}")
+    monkeypatch.setattr(evals, "show_table", broken)
+    code, out, err = call(f"{EVAL} --model {tiny} --out {tmp_path / 'r.json'}")
     assert (code, out, seen) == (1, "", [True]) and "is full" in err
     assert json.loads((tmp_path / "r.json").read_text())["rows"]
 
@@ -106,14 +101,10 @@ def pressed(monkeypatch, module, name, after):
 
 @pytest.mark.parametrize("after", [2, 0])
 @pytest.mark.parametrize("out", [True, False])
-@pytest.mark.parametrize("line", [EVAL, BENCH])
-def test_rows_that_were_measured_stay(line, out, after, call, tiny, tmp_path, monkeypatch):
-    if line is EVAL:
-        pressed(monkeypatch, evals.tasks, "perplexity", after)
-    else:
-        pressed(monkeypatch, bench, "attention_rows", after)
+def test_rows_that_were_measured_stay(out, after, call, tiny, tmp_path, monkeypatch):
+    pressed(monkeypatch, evals.tasks, "perplexity", after)
     path = tmp_path / "r.json"
-    code, said, err = call(f"{line} --model {tiny} --json", *["--out", path] * out)
+    code, said, err = call(f"{EVAL} --model {tiny} --json", *["--out", path] * out)
     assert code == 130
     if not after:  # nothing was finished, so nothing is left
         assert said == "" and not path.exists() and "stopped" not in err

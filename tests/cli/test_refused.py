@@ -28,5 +28,5 @@ def test_refused(call, scene, monkeypatch, line, code, said):
 
 
 def test_every_command_refuses_something():
-    commands = "bench calibrate chat contacts demo embed eval generate plan recipe serve"
+    commands = "calibrate chat contacts demo embed eval generate plan recipe serve"
     assert {line.split()[0] for line, _, _ in REFUSED} >= {*commands.split(), "variants", "web"}

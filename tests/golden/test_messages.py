@@ -41,6 +41,9 @@ GONE: dict[str, str] = {
     "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
         "of eval needle, whose sentences eval long asks for"
     ),
+    "serving/folder": "vLLM refuses tiers, whose pages outlive their recipe",
+    "apps/search": "the index is the chapter's own (85), of forty lines",
+    "cli/bench": "scripts/bench measures; the command repeated a part of it",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
@@ -70,8 +73,6 @@ GONE: dict[str, str] = {
     "one_table needs tables per head on both sides": "TurboESM",
     "sinks must be a non-negative integer, got {}": "TurboESM",
     "with sign, bits must be at least 2, got {}": "TurboESM",
-    "{} is not an index written by CodedIndex.save": "said by `files.read_file`",
-    "{} is not an index, or was cut: {}": "said by `files.read_file`",
     "head size must be a multiple of 16 up to 256, not {}": "up to 512",
     "{}: head size must be a multiple of 16 up to 256, got {}": "up to 512",
     # an engine serves what it refused

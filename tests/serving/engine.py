@@ -5,21 +5,18 @@ object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a p
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
 firsts_short, at_once, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
 exact_shared, exact_latents, latents, latents_recent, latents_drafts, learnt, sizes, shared,
-states, offload, offload_codes, offload_cut, folder, folder_parallel, drafts, drafts_recent,
+states, offload, offload_codes, offload_cut, drafts, drafts_recent,
 drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts,
 graphs_firsts, graphs_ragged, graphs_trellis, graphs_latents, each of which is a function here.
 On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
 name, in bf16."""
 
-import errno
 import json
-import logging
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -858,123 +855,6 @@ def offload(folder, of=None, cut=lambda page: page):
     )
 
 
-def folder(folder):
-    """Engines one after the other, each as a line of how.json says: with a folder of pages that
-    it shares with others, or without. Prompts come one by one. Of each engine: tokens and
-    log-probabilities, how many tokens were cached in each turn, what the engine itself counts
-    of them, and the log. Without how.json: one alone, one that fills a folder, one that finds
-    it."""
-    from vllm.v1.core import kv_cache_utils
-
-    if not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED"):  # 0.26
-        os.environ["PYTHONHASHSEED"] = "0"
-    how, shared = folder / "how.json", folder / "shared"
-    lines = json.loads(how.read_text()) if how.exists() else [{}, *[dict(shared=shared)] * 2]
-    shared.mkdir(parents=True, exist_ok=True)
-    copying()
-    found = [one_of_folder(folder, **x) for x in lines]
-    pairs = [x.pop("answers") for x in found]
-    decided, wrong = compare(pairs[-1], pairs[0])
-    hits = sum(found[-1]["cached"][0])
-    return dict(engines=found, decided=decided, wrong=wrong, hits=hits)
-
-
-def one_of_folder(
-    folder, shared=None, turns=1, seed=0, spoil=None, full=False, processes=1, of=(), **tier
-):
-    "One of them; `spoil` is what is done to the pages before, `full` is a disk without room."
-    from turboquant_nb.serving.folder import Records, _log, transfer_config
-
-    before = {} if shared is None else pages_in(shared)
-    for path, data in spoilt(before, spoil).items():
-        path.unlink() if data is None else path.write_bytes(data)
-    more, log, write_to = dict(disable_log_stats=False), [], Records.write_to
-    if processes > 1:
-        more |= dict(tensor_parallel_size=processes, distributed_executor_backend="mp")
-    if shared:
-        more["kv_transfer_config"] = transfer_config(shared, 1 << 25, **tier)
-    heard = logging.Handler()
-    heard.emit = lambda record: log.append(record.getMessage())
-    _log.handlers = [heard]
-
-    def no_room(self, file, *rest):
-        if file is not None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_to(self, file, *rest)
-
-    Records.write_to = no_room if full else write_to
-    llm = engine(
-        llama(folder / f"llama{seed}", seed), 1000, dict(recent=24, sinks=4) | dict(of), **more
-    )
-    if shared:  # both sides have it open, and what is made here vLLM does not remove
-        name = llm.llm_engine.vllm_config.kv_transfer_config.engine_id
-        for file in Path("/dev/shm").glob(f"vllm_offload_{name}*"):
-            file.unlink()
-    prompts, said, cached = random_prompts(130, 200, 330), [], []
-    prompts.append(prompts[2][:150] + prompts[1][:20])  # parts from another within a block
-    for _ in range(turns):
-        outs = [generate(llm, [x], sampled(20, logprobs=2))[0] for x in prompts]
-        cached.append([o.num_cached_tokens for o in outs])
-        answers = [o.outputs[0] for o in outs]
-        ranks = [[sorted(x.logprob for x in r.values()) for r in a.logprobs] for a in answers]
-        said.append([[list(a.token_ids) for a in answers], ranks])
-    counted = {x.name: x.value for x in llm.get_metrics() if "prefix_cache" in x.name}
-    forget(llm)
-    llm.llm_engine.engine_core.shutdown()
-    Records.write_to = write_to
-    healed = shared is None or before == pages_in(shared)
-    pairs = [(a.token_ids, a.logprobs) for a in answers]
-    return dict(
-        said=said,
-        cached=cached,
-        counted=counted,
-        log=log,
-        healed=healed,
-        pages=len(before),
-        answers=pairs,
-    )
-
-
-def folder_parallel(folder):
-    "The same with engines of two processes, beside which the scheduler's has no layer."
-    in_workers(folder, "copies_in_worker")
-    shared = folder / "shared"
-    shared.mkdir()
-    two = dict(shared=shared, processes=2)
-    (folder / "how.json").write_text(json.dumps([two, two], default=str))
-    return globals()["folder"](folder)
-
-
-def copies_in_worker():
-    "What a process of two does first: copy as the other does."
-    if multiprocessing.parent_process() is not None:
-        from turboquant_nb.serving.vllm import register
-
-        torch.set_num_threads(1)
-        register()
-        copying()
-
-
-def pages_in(shared):
-    "What files of a folder hold."
-    return {x: x.read_bytes() for x in sorted(Path(shared).glob("*/*/*.page"))}
-
-
-def spoilt(pages, how):
-    "What becomes of the pages of codes, or of recent tokens: new bytes, or None where they go."
-    sizes = Counter(path.stem[-8:] for path in pages)  # of each group, that of codes the fewest
-    groups = sorted(sizes, key=sizes.get)
-    kind, _, group = (how or "").partition(" ")
-    mine = {x: d for x, d in pages.items() if x.stem[-8:] == groups[-1 if group else 0]}
-    if kind == "cut":
-        return {x: d[:-1000] for x, d in mine.items()}
-    if kind == "changed":
-        return {x: bytes([*d[:5000], d[5000] ^ 1, *d[5001:]]) for x, d in mine.items()}
-    if kind == "swapped":
-        return dict(zip(mine, [*mine.values()][1:] + [*mine.values()][:1]))
-    return {x: None for x in mine} if kind == "lost" else {}
-
-
 def refuse(folder):
     "What an engine says that is asked for what is not served."
     path, refused = llama(folder / "llama"), {}
@@ -999,16 +879,8 @@ def refuse(folder):
         spec=dict(kv_transfer_config=offloading(spec_name="OtherSpec", spec_module_path="x")),
         tier=dict(
             kv_transfer_config=offloading(
-                spec_name="TieringOffloadingSpec",
-                secondary_tiers=[dict(type="turboquant_nb", path="/"), dict(type="example")],
+                spec_name="TieringOffloadingSpec", secondary_tiers=[dict(type="example")]
             )
-        ),
-        lora=dict(
-            enable_lora=True,
-            kv_transfer_config=offloading(
-                spec_name="TieringOffloadingSpec",
-                secondary_tiers=[dict(type="turboquant_nb", path="/")],
-            ),
         ),
         latents=dict(
             folder=deepseek(folder / "deepseek"),
@@ -1383,7 +1255,7 @@ def main(folder, parts):
     if parts[0] != "dense":
         register()
     if not parts[0].startswith(
-        ("graphs", "dense", "offload", "folder", "at_once")
+        ("graphs", "dense", "offload", "at_once")
     ):  # what is replayed cannot be watched
         watch()
     found = {}

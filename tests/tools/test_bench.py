@@ -376,60 +376,6 @@ def test_prefixes_on_the_host_are_measured_once_their_copies_are_over(monkeypatc
         engine.Prefixes(stuck(), lambda *x: (0, 0), None, []).forget()
 
 
-def test_prefixes_in_a_folder_between_engines(monkeypatch, tmp_path):
-    """Two engines that are made up, on one folder: the first computes three prefixes, of which
-    it asks each once, when all before are written; the second finds all."""
-    engine = importlib.import_module("bench.serving_engine")
-    there, rows, last = set(), [], []
-    for _ in range(2):
-        mine, log = set(), []
-
-        def ask(prompts, new):
-            ((*prefix, _),) = prompts
-            found = tuple(prefix) in there
-            mine.add(tuple(prefix))
-            last[:] = prefix
-            log.append("ask")
-            return 1.0 - 0.9 * found, 5 * found
-
-        def drain():
-            there.update(mine)
-            log.append("drain")
-
-        llm = SimpleNamespace(reset_prefix_cache=lambda: log.append("forget") or True)
-        parts = (
-            "llm_engine engine_core engine_core scheduler connector connector_scheduler manager"
-        )
-        at = llm
-        for part in parts.split():
-            setattr(at, part, SimpleNamespace())
-            at = getattr(at, part)
-        at.secondary_tiers = [SimpleNamespace(drain_jobs=drain)]
-        llm.llm_engine.step = lambda: "out"
-        llm.llm_engine.engine_core.engine_core.scheduler.running = []
-        made = engine.Shared(llm, ask, lambda n: [0], [])
-        rows += made.rows(1, 5)
-        assert llm.llm_engine.step() == "out"
-        assert log == ["ask", *["forget", "drain", "ask"] * 3, "forget", "drain"]
-    assert [(r["by"], r["p50"], r["cached"], r["n"]) for r in rows] == [
-        ("computed", 1.0, 0, 3),
-        ("folder", pytest.approx(0.1), 5, 3),
-    ]
-    there.remove(tuple(last))
-    mine.clear()
-    with pytest.raises(RuntimeError, match="some prefixes were found in the folder, others"):
-        [*made.rows(1, 5)]
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/b").write_bytes(bytes(7))
-    assert engine.held(tmp_path) == 7
-    told = engine.offloading(9, engine.LLAMA_8B, "k3v3-128", str(tmp_path))
-    (tier,) = told["kv_connector_extra_config"]["secondary_tiers"]
-    assert tier == dict(type="turboquant_nb", path=str(tmp_path))
-    told = engine.offloading(9, engine.LLAMA_8B, "bf16", str(tmp_path))
-    (tier,) = told["kv_connector_extra_config"]["secondary_tiers"]
-    assert tier == dict(type="fs", root_dir=str(tmp_path))
-
-
 def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run():
     engine = importlib.import_module("bench.serving_engine")
     ends = (
@@ -482,12 +428,10 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass():
         and serving.verdict(dict(plain=dict(unfinished=90, passed=False)), kinds)[1] == ["bf16"]
     )
     more = found(learnt=dict(good, learnt=3, sliding=2), offload=dict(worst=0.0, decided=9))
-    more |= found(folder=dict(worst=0.0, decided=9, hits=7))
     for part, kind, how in (
         ("trellis", "k2v2-trellis-128", {}),
         ("learnt", "k3v3-128", dict(model="gpt-oss-20b")),
         ("offload", "k3v3-128", dict(shapes=["offload:1x900"])),
-        ("folder", "k3v3-128", dict(shapes=["folder:1x900"])),
     ):  # what a kind must have passed, not only where it was run
         assert serving.verdict(found(), [kind], **how)[1] == []
         if part != "trellis":

@@ -30,7 +30,6 @@ from turboquant_nb.serving.step import (
     dense,
 )
 from turboquant_nb.serving.refusals import (
-    TIER,
     connector_reasons,
     draft_reasons,
     layer_reasons,
@@ -215,7 +214,7 @@ class Impl(AttentionImpl):
         reasons += parallel_reasons(current.parallel_config) + draft_reasons(
             current.speculative_config
         )
-        reasons += connector_reasons(current.kv_transfer_config, current.lora_config)
+        reasons += connector_reasons(current.kv_transfer_config)
         if PageBackend.name == "CUSTOM":
             reasons += wide_reasons(head_size, sliding_window, logits_soft_cap)
         self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
@@ -519,20 +518,6 @@ def _counting_a_step_once(old):
     return requests_at_once
 
 
-def _knowing_engine(old):
-    """`KVConnectorFactory.create_connector`, in which a tier can ask for the engine's config:
-    the scheduler's process may have no layer that knows it."""
-
-    def create_connector(cls, config, *args, **kwargs):
-        from vllm.config import set_current_vllm_config
-
-        with set_current_vllm_config(config):
-            return old(cls, config, *args, **kwargs)
-
-    create_connector.knowing_engine = True
-    return create_connector
-
-
 def register() -> None:
     """What vLLM calls in each process. Raises ImportError without vLLM or with a release that
     is not served."""
@@ -563,11 +548,3 @@ def register() -> None:
     count = kv_cache_utils.get_max_concurrency_for_kv_cache_config
     if not hasattr(count, "counting_a_step_once"):
         kv_cache_utils.get_max_concurrency_for_kv_cache_config = _counting_a_step_once(count)
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-
-    create = KVConnectorFactory.create_connector.__func__
-    if not hasattr(create, "knowing_engine"):
-        KVConnectorFactory.create_connector = classmethod(_knowing_engine(create))
-    if TIER not in SecondaryTierFactory._registry:
-        SecondaryTierFactory.register_tier(TIER, f"{__package__}.folder", "FolderTier")
