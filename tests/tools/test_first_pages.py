@@ -467,19 +467,6 @@ def two_bits():
     )
 
 
-def moved():
-    host, bf16_host, inside, bf16_inside = (
-        f"{one('transfer/h100', by=by, cache=cache, way=way, tokens=8192)['whole']:.2f}"
-        for by in ("host", "ipc")
-        for cache, way in (("k3v3", "during"), ("uncompressed", "after"))
-    )
-    yield (
-        "to read and hand over 8,192 tokens of an 8B model's shape takes "
-        f"{host} s through an H100's host, {bf16_host} in bf16; inside the GPU {inside} and "
-        f"{bf16_inside}"
-    )
-
-
 MEASURED = (
     speed_before_quality,
     dominated,
@@ -495,7 +482,6 @@ MEASURED = (
     usual_trade,
     by_hand,
     speed,
-    moved,
 )
 
 
