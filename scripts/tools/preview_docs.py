@@ -1004,7 +1004,7 @@ def check_widths(site, problems, seconds=300, searches=()):
 SCHEMES = {"light": 1, "dark": 0}
 
 
-def check_access(site, problems, pages=None, seconds=1200):
+def check_access(site, problems, pages=None, seconds=2400):
     """Run axe on pages with everything unfolded, light and dark, at the width of a phone and,
     as far as it is another there, at that of a laptop: the bar, the lists beside the text. A
     finding that is critical or serious is a problem. Returns how many pages were read."""
