@@ -304,10 +304,10 @@ class TurboQuantCache(Cache):
         "Length and first position of the keys that the next update of a layer returns."
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.get_mask_sizes, query_length, layer_idx)
-        self._listen()
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
             return length, first
+        self._listen()
         groups = self.groups[layer_idx] or self.coded_layers
         return MaskLength.of(length, self, groups[0]), first
 
