@@ -286,6 +286,12 @@ INSTALL = r"""#\| eval: false
 !pip install -q "{lib_name}(\[[a-z,]+\])? @ git\+{git_url}"\Z"""
 
 
+def runs_alone(path, sources):
+    """Whether a reader may run a notebook on Colab: its cells import the package. The index is
+    README's source, and its badge leads to the guide."""
+    return path.stem != "index" and any("import" in x and "turboquant_nb" in x for x in sources)
+
+
 def notebook_problems(path):
     "What a notebook's first cells and outputs lack."
     cfg = settings()
@@ -302,7 +308,7 @@ def notebook_problems(path):
             "the first cell must be `# Title` and one `> line`, nothing else: nbdev turns it "
             "into front matter and the rest would vanish from the site"
         )
-    if is_chapter(path):
+    if is_chapter(path) or runs_alone(path, sources):
         address = f"https://colab.research.google.com/github/{cfg['user']}/{cfg['repo']}/blob/{cfg['branch']}/{cfg['nbs_path']}/{in_nbs(path)}"
         badge = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({address})"
         if badge not in sources[:5]:
@@ -319,7 +325,8 @@ def notebook_problems(path):
             yield (
                 "the cell after the Colab badge must be the install cell (see CONTRIBUTING.md)"
             )
-        if not any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3]):
+        exports = any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3])
+        if is_chapter(path) and not exports:
             yield "one of the first three cells must be `#| default_exp name`"
     if any(out["output_type"] == "error" for cell in cells for out in cell.get("outputs", [])):
         yield "a cell's saved output is an error"

@@ -1,4 +1,4 @@
-"""Each chapter alone, as a reader runs it on Colab: run.py chapters --out FILE
+"""Each chapter, and page with a Colab badge, alone, as a reader runs it there: run.py chapters --out FILE
 [--chapters 10_codebook …] [--limit-each 60] [--first FOLDER] [--workers N].
 
 An empty folder holds the notebook and settings.ini; the package is a wheel of this tree, alone
@@ -60,7 +60,8 @@ def package(a, folder):
 
 def chosen(a):
     "The notebooks to run. Raises SystemExit for a name that is none."
-    found = {p.stem: p for p in notebooks(ROOT) if p.name[0].isdigit()}
+    badge = "colab-badge.svg"
+    found = {p.stem: p for p in notebooks(ROOT) if badge in p.read_text(encoding="utf-8")}
     if unknown := set(a.chapters or ()) - found.keys():
         raise SystemExit(f"no such chapters: {', '.join(sorted(unknown))}")
     if a.chapters:
