@@ -230,15 +230,15 @@ def filled_with(model, recipe, n):
 
 def test_gradient_checkpointing_is_named(tiny):
     """transformers takes the cache away in training with checkpointing, with and without
-    gradients: that is refused before anything is computed, or where no cache knew the model, by
-    the attention that misses it. In eval mode nothing is checkpointed, and the cache serves."""
+    gradients: that is refused before anything is computed, whatever the cache was made from. In
+    eval mode nothing is checkpointed, and the cache serves."""
     taken = "gradient checkpointing takes every cache away"
     ids = torch.ones(1, 8, dtype=torch.long)
     model, _ = load_model(tiny, progress=False)
     model.set_attn_implementation("turboquant")
     model.gradient_checkpointing_enable()
     model.train()
-    with pytest.raises(TypeError, match=taken):
+    with pytest.raises(ValueError, match=taken):
         model(ids, past_key_values=TurboQuantCache(model.config, "k3v3"))
     cache = TurboQuantCache(model, "k3v3")
     for grad in (True, False):

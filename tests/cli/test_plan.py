@@ -119,7 +119,7 @@ def test_a_recipe_that_does_not_fit_is_told_beside_the_others(call):
         "16 bits",
         "k3v3",
     ]
-    assert "got bits=2 and d = 72, in layers [0, 1, 2, 3]" in data["refused"]["k2v2-trellis"]
+    assert "got bits=2 and d = 72, in all layers" in data["refused"]["k2v2-trellis"]
     assert "k2v2-trellis does not fit: codebook=" in call(f"{ask} k2v2-trellis")[1]
     code, _, err = call("plan --model 4x2x72 --recipe k2v2-trellis")
     assert code == 2 and "d = 72" in err and err.count("\n") == 1

@@ -157,9 +157,10 @@ def test_a_latent_rule_against_dense_attention(exact, center):
 
 
 def test_latents_with_a_pair_scale_are_refused():
-    store = KVStore(Recipe(Spec(3, pair_scale="prompt"), Spec(3)), 1, 1, 32, 16)
+    recipe = Recipe(Spec(3, pair_scale="prompt"), Spec(3))
+    store = KVStore(recipe, 1, 1, 32, 16)
     store.append(torch.randn(1, 1, 40, 32), torch.randn(1, 1, 40, 16))
     with pytest.raises(ValueError, match="can have no pair scale"):
         attend(torch.randn(1, 4, 1, 48), store, latent=True)
     model = small("DeepseekV2")
-    assert TurboQuantCache(model, "k2v2-trellis").recipes[0].key.pair_scale == "none"
+    assert TurboQuantCache(model, recipe).recipes[0].key.pair_scale == "none"

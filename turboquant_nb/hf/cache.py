@@ -127,6 +127,10 @@ def _check_pass(cache, module, kwargs: dict) -> None:
             "cache would take it as new: pass use_cache=True"
         )
     cache.recognise(module)
+    if cache.reader.deferred:  # such models have no other way to say it
+        asked = kwargs.get("output_attentions")
+        asked = getattr(module.config, "output_attentions", False) if asked is None else asked
+        cache.reader.weights = bool(asked)
     places, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(places, Tensor):
         return
@@ -148,10 +152,6 @@ def _begin(module, args, kwargs) -> None:
         return None if cache.static else eagerly(_begin, module, args, kwargs)
     first = cache.take()
     cache._began = time.perf_counter()
-    if cache.reader.deferred:  # such models have no other way to say it
-        asked = kwargs.get("output_attentions")
-        asked = getattr(module.config, "output_attentions", False) if asked is None else asked
-        cache.reader.weights = bool(asked)
     if first:  # else a model around this one was looked at
         _check_pass(cache, module, kwargs)
 

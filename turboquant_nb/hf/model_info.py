@@ -588,14 +588,17 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
             try:
                 find_code(spec, size)
             except ValueError as error:
-                wrong.setdefault(str(error), []).append(layer.index)
+                found = wrong.setdefault(str(error), [])
+                found += [layer.index] * (layer.index not in found)
         if isinstance(recipe, HeadRecipe) and layer.heads not in (None, len(each)):
             want = f"a recipe for each of its {layer.heads} KV heads"
             raise ValueError(f"layer {layer.index} must have {want}, got {len(each)}")
     for why, layers in wrong.items():
+        whole = len(layers) == len(info.coded)
+        where = "all layers" if whole else f"layers {layers}"
         raise ValueError(
-            f"{why}, in layers {sorted(set(layers))}: give these another recipe, such as "
-            "'k3v3' (`recipe` may be a list with one for each layer)"
+            f"{why}, in {where}: give these another recipe, such as 'k3v3' (`recipe` may be a "
+            "list with one for each layer)"
         )
 
 
