@@ -99,6 +99,8 @@ def place(
 def _free(device) -> int:
     """Bytes of a GPU that this process may still take: what nobody has, within
     `torch.cuda.set_per_process_memory_fraction`."""
+    # one of the three wants a number, and "cuda" has none
+    device = torch.cuda.current_device() if device.index is None else device.index
     (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - held  # taken by PyTorch already
     return min(
