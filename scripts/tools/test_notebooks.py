@@ -30,7 +30,7 @@ LONGEST = (
     "84c_sandbox 97_retrieval"
 ).split()
 PAGES = (
-    "90_speed 91_leaderboard 92_generate 93_proteins roofline index guide".split()
+    "90_speed 91_leaderboard 92_generate 93_proteins roofline index".split()
 )  # nothing on them is computed but from results/
 READS = (
     "results.load(",

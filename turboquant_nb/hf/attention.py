@@ -303,7 +303,7 @@ def _by_codes(call: AttentionCall) -> Tensor:
 
 @lru_cache
 def _say_fallback(name: str, why: str) -> None:
-    "Once: what makes steps slower than they might be."
+    "Once: what this machine lacks, which makes steps slower than they might be."
     warnings.warn(f"decoding steps are served by backend {name!r}: {why}", stacklevel=2)
 
 
@@ -320,7 +320,7 @@ def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
     answer = ops.serve(ours, name)
     if why and name != "flash":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
-        if n == 1 and plain and demanded == "auto" and not torch.compiler.is_compiling():
+        if name == "gather" or why == ops.launch.device_reason(layer.store, False):
             _say_fallback(name, why)
     return name, answer
 
