@@ -30,7 +30,7 @@ from turboquant_nb.hf.hooks import (
     serve_expansions,
     serve_handles,
 )
-from .layer import NAME, MixedLayer, Reader, TurboQuantLayer
+from .layer import _DRAFTS, NAME, MixedLayer, Reader, TurboQuantLayer
 from turboquant_nb.hf.model_info import (
     EXPAND,
     ModelInfo,
@@ -131,10 +131,15 @@ def _check_pass(cache, module, kwargs: dict) -> None:
         asked = kwargs.get("output_attentions")
         asked = getattr(module.config, "output_attentions", False) if asked is None else asked
         cache.reader.weights = bool(asked)
+    layer, keep = cache.coded_layers[0], kwargs.get("logits_to_keep")
+    if layer.drafting and not layer.length and type(keep) is int and 0 < keep <= _DRAFTS:
+        cache.runner.before = keep  # the next pass may have as many
+        for x in cache.coded_layers:
+            x.drafts = keep - 1
     places, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if not isinstance(places, Tensor):
         return
-    layer, n = cache.coded_layers[0], places.shape[-1]
+    n = places.shape[-1]
     dropped = mask is None or (
         cache.static and getattr(mask, "ndim", 4) == 4
     )  # of a static cache `generate` makes one of four dimensions

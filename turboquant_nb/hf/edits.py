@@ -18,8 +18,7 @@ from .. import checks
 from ..cache.exact import commit
 from ..cache.store import _crop_together, rearrange
 from .cache import _Flags, TurboQuantCache
-from .layer import MARGIN, _DRAFTS, TurboQuantLayer
-from .hooks import Before
+from .layer import MARGIN, TurboQuantLayer
 from ..kernels import prefix
 
 # %% ../../nbs/51b_edits.ipynb #bef88f44
@@ -108,24 +107,11 @@ def recover(self: TurboQuantCache) -> int:  # tokens held
 # %% ../../nbs/51b_edits.ipynb #5bdf3d34
 @patch
 def activate_past_recording(self: TurboQuantCache) -> None:
-    """transformers says that drafts will come. Where the cache knows its model, the next
-    forward tells how many of them end the first chunk."""
+    """transformers says that drafts will come. The next forward tells how many of them end the
+    first chunk."""
     super(TurboQuantCache, self).activate_past_recording()
     for x in self.coded_layers:
         x.drafting = True
-    model = self._model()
-    if model is None or self.coded_layers[0].held:
-        return
-
-    def count_drafts(module, args, kwargs):
-        unhook()
-        keep = kwargs.get("logits_to_keep")
-        if kwargs.get("past_key_values") is self and type(keep) is int and 0 < keep <= _DRAFTS:
-            self.runner.before = keep  # the next pass may have as many
-            for x in self.coded_layers:
-                x.drafts = keep - 1
-
-    unhook = Before(model, count_drafts).put()
 
 # %% ../../nbs/51b_edits.ipynb #0d18cb0e
 @patch
