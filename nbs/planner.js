@@ -5,12 +5,15 @@
   const sum = (xs, f) => xs.reduce((total, x) => total + f(x), 0);
   // bytes of an uncompressed cache: layers are [values of a token, window or null]
   const plain = (model, tokens, batch) => sum(model.plain, ([values, window]) => values * (window === null ? tokens : Math.min(tokens, window - 1))) * 2 * batch;
-  // bytes of a cache of codes: parts are [layers, bytes without a tile, of a tile, most tiles or null]
+  // bytes of a cache of codes: parts are [layers, bytes without a tile, of a tile, window or null]; tiles that no window sees are freed
   const coded = (cache, tokens, batch) => {
     const used = Math.ceil(tokens / cache.tile);
-    return batch * sum(cache.parts, ([layers, fixed, size, most]) => layers * (fixed + size * (most === null ? used : Math.min(used, most)))) + cache.tables + cache.rope * used * cache.tile;
+    const freed = window => (window === null ? 0 : Math.floor(Math.max(0, tokens - window + 1 - cache.margin) / cache.tile));
+    return batch * sum(cache.parts, ([layers, fixed, size, window]) => layers * (fixed + size * (used - freed(window)))) + cache.tables + cache.rope * used * cache.tile;
   };
   const held = (model, name) => (name in model.caches ? (tokens, batch) => coded(model.caches[name], tokens, batch) : (tokens, batch) => plain(model, tokens, batch));
+  // the most bytes of a cache that has read so many tokens, or fewer
+  const most = (model, name) => (name in model.caches ? (tokens, batch) => coded(model.caches[name], tokens && tokens - (tokens - 1) % model.caches[name].tile, batch) : held(model, name));
   // the most that fits: bytes never fall; 0 where not even one does
   const largest = (bytes, room) => {
     let low = 0, high = MOST;
@@ -22,12 +25,12 @@
     return low;
   };
   const row = (data, model, gpu, name, tokens, batch) => {
-    const m = data.models[model], [memory, bandwidth] = data.gpus[gpu], bytes = held(m, name);
+    const m = data.models[model], [memory, bandwidth] = data.gpus[gpu], bytes = held(m, name), least = most(m, name);
     const room = memory - m.weights - data.reserve, now = bytes(tokens, batch);
     return {
       nbytes: now,
       fits: now <= room,
-      largest_context: largest(n => bytes(n, batch), room),
+      largest_context: largest(n => least(n, batch), room),
       largest_batch: largest(n => bytes(tokens, n), room),
       tokens_s: (batch * bandwidth) / (m.weights + now), // every byte of weights and cache is read once a step
     };

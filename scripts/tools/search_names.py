@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from notebooks import VOID, page_name, site_map
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = TREE = Path(__file__).resolve().parents[2]
 if not (ROOT / "turboquant_nb").is_dir():  # the tests run beside a wheel
     ROOT = Path(importlib.util.find_spec("turboquant_nb").origin).parents[1]
 
@@ -128,7 +128,7 @@ def index_of(site, root=ROOT):
     out = []
     pages = [
         (RANKS.get(shelf, 1), page_name(href), [x for x in (section, text) if x])
-        for shelf, sections in site_map(root)[1].items()
+        for shelf, sections in site_map(TREE)[1].items()
         for section, items in sections
         for text, href in items
     ]

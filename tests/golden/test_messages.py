@@ -41,7 +41,6 @@ GONE: dict[str, str] = {
     "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
         "of eval needle, whose sentences eval long asks for"
     ),
-    "serving/folder": "vLLM refuses tiers, whose pages outlive their recipe",
     "apps/search": "the index is the chapter's own (85), of forty lines",
     "cli/bench": "scripts/bench measures; the command repeated a part of it",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
