@@ -117,7 +117,11 @@ def why(said):
 def gate(env, folder):
     "Three notebooks, and what is said of them."
     told = {}
-    for name, source in (("right", "x = 1"), ("wrong", "1 / 0"), ("endless", "while True: pass")):
+    for name, source in (
+        ("right", "x = 1"),
+        ("wrong", "1 / 0"),
+        ("endless", "while True: pass"),
+    ):
         cells = [{"cell_type": "code", "id": "a", "source": source, "metadata": {}}]
         cells[0] |= {"outputs": [], "execution_count": None}
         path = folder / f"{name}.ipynb"
