@@ -45,7 +45,9 @@ VARIES = re.compile(
     r"|[-+]?(?:\d+(?:,\d{3})*(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\.?"
 )
 SIZE = re.compile(r"(\d[\d,]*(?:\.\d+)?) (?:bytes|bits per value|layers)\b")
-NEAR = 0.02  # entropy coding has sizes that depend on codes, and these on the processor
+# entropy coding has sizes that depend on codes, and these on the processor; tiny caches are
+# mostly tables, which notebooks of one process share: which these are depends on the clock
+NEAR = 0.2
 CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 parallel, test_nb = nbdev.test.parallel, nbdev.test.test_nb
 
