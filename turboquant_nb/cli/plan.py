@@ -233,8 +233,9 @@ class CacheSize:
         says them from the first step on (RoPE's angles of that position included). Layers with
         a sliding window have freed tiles that nothing sees."""
         parts, used = self.parts, -(-tokens // self.tile)
-        freed = lambda window: window and max(0, tokens - window + 1 - hf.MARGIN) // self.tile
-        each = sum(fixed + size * (used - (freed(w) or 0)) for fixed, size, w in parts)
+        seen = lambda window: tokens if window is None else window - 1 + hf.MARGIN
+        freed = lambda window: max(0, tokens - seen(window)) // self.tile
+        each = sum(fixed + size * (used - freed(w)) for fixed, size, w in parts)
         return batch * each + self.tables + self.rope * used * self.tile
 
     def most(self, tokens: int, batch: int = 1) -> int:
