@@ -389,17 +389,6 @@ def test_of_two_writers_each_leaves_a_whole_file(tmp_path):
     assert set(found) <= {20, 40} and [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_size_is_known_before(name):
-    for n, coarse, block in ((45, False, None), (61, True, 2)):
-        states = [state_of(filled(name, n))] * 2
-        size = len(written([filled(name, n)] * 2, coarse=coarse, block=block))
-        if name != "pre-RoPE":  # whose frequencies a header does not count
-            empty = [(disk.empty_state(h), h) for _, h in states]
-            assert codec.encoded_size(empty, {}, coarse=coarse, block=block) == size
-        assert codec.encoded_size(states, {}, coarse=coarse, block=block) == size
-
-
 def test_keys_of_prefixes():
     a = codec.prefix_keys([5] * 70, "recipe", 16)
     assert len(a) == 4 == len(set(a)) and all(len(x) == 32 for x in a)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'MAGIC', 'HEADER', 'LAYER', 'STATE', 'CODES', 'PLANES', 'END', 'BUFFER', 'Writer', 'Reader', 'opened',
-           'write', 'encoded_size', 'prefix_keys']
+           'write', 'prefix_keys']
 
 # %% ../../nbs/31c_codec.ipynb #c0dec006
 import json
@@ -111,8 +111,7 @@ class _Staged(NamedTuple):
 class Writer:
     """Layers as a stream of records, each with a checksum: what is written can be read before
     the next record is there. `entropy` squeezes, and needs constriction; without it every size
-    follows from the shapes. `coarse` puts last planes behind all layers. Without a file,
-    bytes are counted only, and tensors may be on the device "meta"."""
+    follows from the shapes. `coarse` puts last planes behind all layers."""
 
     def __init__(
         self, file, header: dict, entropy=True, coarse=False, block: int | None = None
@@ -126,8 +125,7 @@ class Writer:
 
     def _write(self, x) -> None:
         self.at += len(x)
-        if self.file:
-            self.file.write(x)
+        self.file.write(x)
 
     def record(self, kind, parts: list, layer=0, first=0, tiles=0) -> int:
         "Write one; its checksum."
@@ -136,12 +134,9 @@ class Writer:
         head = _HEAD.pack(kind, layer, first, tiles, size)
         self._write(head)
         check = zlib.crc32(head, self.seed)
-        if self.file is None:
-            self.at += size
-        else:
-            for x in map(_raw, parts):
-                check = zlib.crc32(x, check)
-                self._write(x)
+        for x in map(_raw, parts):
+            check = zlib.crc32(x, check)
+            self._write(x)
         self._write(struct.pack("<I", check))
         return check
 
@@ -159,7 +154,7 @@ class Writer:
         """What `put` takes, in the same order: a plain layer is gathered where it lies and, if
         it `moves`, sets out for the CPU; nobody waits for a GPU."""
         tensors, i = Saved(tensors), len(self.states)
-        plain = self.file is not None and not self.entropy and not self.coarse
+        plain = not self.entropy and not self.coarse
         known = self.states.index(state) if state in self.states else i
         kinds = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         flat = self.flats.get(known)
@@ -177,7 +172,7 @@ class Writer:
         about["nbytes"] = _size(tensors.values())
         about["angles"] = len(tensors["inv_freq"]) if "inv_freq" in tensors else 0
         if not plain:
-            on = {n: t if self.file is None else t.cpu() for n, t in tensors.items()}
+            on = {n: t.cpu() for n, t in tensors.items()}
             return _Staged(flat, about, on, None, None, None)
         buffer, there = flat.gather(tensors), None
         host = to_host(buffer) if moves else None
@@ -217,9 +212,7 @@ class Writer:
             b = min(a + step, h.tiles)
             block = _Block(tensors, h, a, b)
             self.record(CODES, self._codes(block), i, a, b - a)
-            if self.coarse and (
-                last := [_raw(t).tobytes() if self.file else t for t in block.last()]
-            ):
+            if self.coarse and (last := [_raw(t).tobytes() for t in block.last()]):
                 self.later.append((last, i, a, b - a))
 
     def _numbers(self, named: list) -> list:
@@ -243,7 +236,7 @@ class Writer:
     def close(self) -> None:
         "Last planes, and an index: without it a stream is not whole."
         for last, *where in self.later:
-            self.sizes["planes"] += sum(map(len, last)) if self.file else 0
+            self.sizes["planes"] += sum(map(len, last))
             self.record(PLANES, last, *where)
         at = self.at
         self.record(END, [b"".join(_ENTRY.pack(*x) for x in self.index)])
@@ -680,16 +673,6 @@ def load(cls: KVStore, path, device="cpu", max_length: int | None = None) -> KVS
     if len(found) != 1:
         raise ValueError(f"{path} must hold 1 layer, got {len(found)}")
     return store_of(*found[0], device, max_length)
-
-
-def encoded_size(states: list, header: dict, **how) -> int:
-    """Bytes that a `Writer` without entropy coding writes for states, which may be on the
-    device "meta": known before any of them."""
-    writer = Writer(None, header, **{"entropy": False} | how)
-    for state in states:
-        writer.layer(*state)
-    writer.close()
-    return writer.at
 
 # %% ../../nbs/31c_codec.ipynb #c0dec029
 def prefix_keys(
