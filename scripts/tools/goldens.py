@@ -1,0 +1,284 @@
+#!/usr/bin/env python3
+"""What the package computes, against an older commit: goldens.py COMMIT [--device cuda].
+
+Runs the same prompts through the package of COMMIT and through this one, each in a process of
+its own on this machine, and compares decoded states, outputs, tokens and bytes bit for bit.
+Digests are compared and never kept: the order of a sum, and with it a code, is the
+processor's. A change that is meant to keep what the package computes shows it here."""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve()
+PROMPT, LONG = 300, 420  # tokens of a prompt; of one that more than one chunk reads
+BATCH, VOCABULARY = 2, 128
+
+
+def recipes() -> dict:
+    "The recipes whose codes are kept, by name."
+    from turboquant_nb import Recipe, Spec, preset
+
+    def trellis(bits):
+        # the trellis that stays is called "trellis_fast" in the older package
+        names = ("trellis_fast", "trellis")
+        for codebook in names:
+            try:
+                key = Spec(bits=bits, codebook=codebook, center="pre_rope")
+                return Recipe(key, Spec(bits=bits, codebook=codebook), recent=64)
+            except ValueError:
+                continue
+        raise ValueError(f"no codebook of {names}")
+
+    whole = {name: preset(name) for name in ("k4v4", "k3v3", "k2v2", "k3v3-fast")}
+    paired = replace(whole["k2v2"], key=replace(whole["k2v2"].key, pair_scale="prompt"))
+    return whole | {
+        "2.5 bits": Recipe(Spec(bits=2.5, center="prompt_mean"), Spec(bits=2.5)),
+        "QJL": Recipe(Spec(bits=3, center="prompt_mean", residual="qjl"), Spec(bits=3)),
+        "2 bits, trellis": trellis(2),
+        "3 bits, trellis": trellis(3),
+        "2 bits, pair scale": paired,
+        "3 bits, decay": replace(whole["k4v4"], decay=64),
+    }
+
+
+def model_of(device):
+    "A random Llama of two layers with heads of 64 channels, the same in every process."
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+    )
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return LlamaForCausalLM(config).eval().to(device, dtype)
+
+
+def digest(*tensors) -> str:
+    "Sixteen hex digits of the bytes of tensors, their types and shapes."
+    out = hashlib.sha256()
+    for x in tensors:
+        x = x.detach().cpu().contiguous()
+        out.update(f"{x.dtype}{tuple(x.shape)}".encode())
+        out.update(x.view(torch.uint8).numpy().tobytes() if x.numel() else b"")
+    return out.hexdigest()[:16]
+
+
+class Golden:
+    "What one package computes with one recipe, backend and device."
+
+    def __init__(self, model, recipe, backend):
+        self.model, self.recipe, self.backend = model, recipe, backend
+        gen = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(0, VOCABULARY, (BATCH, LONG + 64), generator=gen)
+        self.ids = self.ids.to(model.device)
+
+    def cache(self, **how):
+        from turboquant_nb import TurboQuantCache
+
+        return TurboQuantCache(self.model, self.recipe, backend=self.backend, **how)
+
+    def read(self, cache, *cuts) -> list:
+        "Logits of the passes between `cuts`."
+        return [
+            self.model(self.ids[:, a:b], past_key_values=cache).logits
+            for a, b in zip((0, *cuts), cuts)
+        ]
+
+    def held(self, cache) -> dict:
+        "Digests of the decoded states of every layer, and the bytes that are held."
+        stores = [x.store for x in cache.coded_layers]
+        return {
+            "states": [digest(*x.read()) for x in stores],
+            "bytes": [x.nbytes for x in stores],
+        }
+
+    def prefill(self):
+        cache = self.cache()
+        logits = self.read(cache, PROMPT)
+        return self.held(cache) | {"logits": digest(*logits)}
+
+    def chunk(self):
+        cache = self.cache()
+        logits = self.read(cache, 200, PROMPT, LONG)
+        return self.held(cache) | {"logits": digest(*logits)}
+
+    def step(self):
+        cache = self.cache()
+        logits = self.read(cache, *range(PROMPT, PROMPT + 40))
+        return self.held(cache) | {"logits": digest(*logits)}
+
+    def drafts(self):
+        cache = self.cache()
+        logits = self.read(cache, PROMPT, PROMPT + 1)
+        cache.activate_past_recording()
+        logits += [
+            self.model(self.ids[:, PROMPT + 1 : PROMPT + 6], past_key_values=cache).logits
+        ]
+        cache.crop(3)
+        logits += [
+            self.model(self.ids[:, PROMPT + 3 : PROMPT + 7], past_key_values=cache).logits
+        ]
+        return self.held(cache) | {"logits": digest(*logits)}
+
+    def crop(self):
+        cache = self.cache()
+        logits = self.read(cache, PROMPT)
+        cache.crop(50)
+        logits += [
+            self.model(self.ids[:, PROMPT - 50 : PROMPT + 9], past_key_values=cache).logits
+        ]
+        return self.held(cache) | {"logits": digest(*logits)}
+
+    def generate(self, cache, padding=0, **how):
+        ids = self.ids[:, :PROMPT]
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        out = self.model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=20,
+            do_sample=False,
+            pad_token_id=0,
+            **how,
+        )
+        return self.held(cache) | {"tokens": out.tolist()}
+
+    def beams(self):
+        return self.generate(self.cache(), num_beams=3)
+
+    def padded(self):
+        return self.generate(self.cache(), padding=70)
+
+    def preallocated(self):
+        return self.generate(self.cache(max_length=PROMPT + 40))
+
+    def static(self):
+        return self.generate(self.cache(max_length=PROMPT + 40, static=True))
+
+    def saved(self):
+        from turboquant_nb import TurboQuantCache
+
+        cache = self.cache()
+        logits = self.read(cache, PROMPT)
+        with tempfile.TemporaryDirectory() as folder:
+            cache.save(path := Path(folder) / "cache.bin")
+            back = TurboQuantCache.load(path, self.model)
+        logits += [self.model(self.ids[:, PROMPT : PROMPT + 9], past_key_values=back).logits]
+        return self.held(back) | {"logits": digest(*logits)}
+
+    def copied(self):
+        cache = self.cache()
+        logits = self.read(cache, PROMPT)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0, 1], device=self.model.device))
+        more = self.ids[:, PROMPT : PROMPT + 1].repeat_interleave(2, 0)[[3, 0, 1]]
+        logits += [self.model(more, past_key_values=cache).logits]
+        return self.held(cache) | {"logits": digest(*logits)}
+
+
+CASES = (
+    "prefill", "chunk", "step", "drafts", "crop", "beams", "padded", "preallocated", "static",
+    "saved", "copied",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def computed(device: str, backends: list, cases: list, names: list) -> dict:
+    "{recipe, backend, case: digests} of the package that is first on the path."
+    model, out = model_of(device), {}
+    known = recipes()
+    for name in names or known:
+        for backend in backends:
+            golden = Golden(model, known[name], backend)
+            for case in cases:
+                try:
+                    found = getattr(golden, case)()
+                except (ValueError, NotImplementedError) as error:
+                    found = {"refused": str(error)}
+                out[f"{name} · {backend} · {case}"] = found
+    return out
+
+
+def of_package(folder, args) -> dict:
+    "What the package in `folder` computes, in a process of its own."
+    command = [sys.executable, str(HERE), "--write", "--device", args.device]
+    command += ["--backends", *args.backends, "--cases", *args.cases]
+    command += ["--recipes", *args.recipes]
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"the package in {folder} ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def differences(old: dict, new: dict) -> list:
+    "A line for each case that is not what it was."
+    lines = []
+    for case in sorted(old.keys() | new.keys()):
+        a, b = old.get(case, {}), new.get(case, {})
+        if "refused" in a and "refused" in b:
+            continue
+        lines += [
+            f"{case}: {part} {a.get(part)} -> {b.get(part)}"[:300]
+            for part in sorted(a.keys() | b.keys())
+            if a.get(part) != b.get(part)
+        ]
+    return lines
+
+
+def parser():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("commit", nargs="?", help="whose package is the older one, or its folder")
+    p.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    p.add_argument("--backends", nargs="+", default=["auto", "torch"])
+    p.add_argument(
+        "--recipes", nargs="+", default=(), help="of `recipes`; all if none is named"
+    )
+    p.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    p.add_argument("--write", action="store_true", help="print what this package computes")
+    return p
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    if args.write:
+        print(json.dumps(computed(args.device, args.backends, args.cases, args.recipes)))
+        return 0
+    if not args.commit:
+        raise SystemExit("name the commit, or the folder, of the older package")
+    here = HERE.parents[2]
+    with tempfile.TemporaryDirectory() as folder:
+        older = Path(args.commit)
+        if not (older / "turboquant_nb").is_dir():
+            older = Path(folder) / "older"
+            git = ["git", "-C", str(here), "archive", args.commit, "turboquant_nb"]
+            older.mkdir()
+            packed = subprocess.run(git, check=True, stdout=subprocess.PIPE).stdout
+            subprocess.run(["tar", "-x", "-C", str(older)], input=packed, check=True)
+        old, new = of_package(older, args), of_package(here, args)
+    lines = differences(old, new)
+    print(*lines, f"{len(new)} cases, {len(lines)} differences", sep="\n")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

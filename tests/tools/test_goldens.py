@@ -1,0 +1,33 @@
+"Goldens tell a package that computes something else from one that does not."
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parents[2]
+sys.path.insert(0, str(HERE / "scripts" / "tools"))
+import goldens  # noqa: E402
+
+
+def test_what_changed_is_seen_and_nothing_else(tmp_path):
+    """An older package that decodes a thousandth larger has other states; logits, which are
+    read from the codes, and bytes are the same."""
+    shutil.copytree(HERE / "turboquant_nb", tmp_path / "turboquant_nb")
+    path = tmp_path / "turboquant_nb" / "quant" / "quantizer.py"
+    text, line = path.read_text(), "q.rotation.inverse(q.decode_rotated(coded))"
+    assert line in text, f"{line} is not in quantizer.py: change this mutant with it"
+    path.write_text(text.replace(line, f"1.001 * {line}"))
+    command = [sys.executable, "scripts/tools/goldens.py", str(tmp_path)]
+    command += ["--backends", "torch", "--cases", "prefill", "--recipes", "k3v3"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    changed, last = done.stdout.splitlines()
+    assert changed.startswith("k3v3 · torch · prefill: states [")
+    assert (done.returncode, last) == (1, "1 cases, 1 differences")
+
+
+def test_a_refusal_of_both_is_no_difference():
+    same = {"QJL": {"refused": "one reason"}}, {"QJL": {"refused": "another"}}
+    assert goldens.differences(*same) == []
+    lines = goldens.differences({"QJL": {"tokens": [1]}}, {"QJL": {"refused": "a reason"}})
+    assert lines == ["QJL: refused None -> a reason", "QJL: tokens [1] -> None"]
