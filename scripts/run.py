@@ -53,6 +53,11 @@ EXPERIMENTS = {
         "attention where heads of a layer have bits of their own, against uniform bits",
         "--shapes 1x4x2x64x300 --codebooks sphere --seconds .01",
     ),
+    "beside": Entry(
+        "bench.beside",
+        "the speed table of an older package and of this one, in turns",
+        needs="GPU",
+    ),
     "decode_cpu": Entry(
         "bench.decode_cpu",
         "a decode step of one layer on a CPU, by recipe",
