@@ -327,24 +327,6 @@ def test_one_pass_is_the_cache_token_by_token():
     assert not torch.equal(other.loss, found.loss)
 
 
-@pytest.mark.parametrize("kind", ("Bloom", "GPTJ"))
-def test_models_that_compute_their_scores_themselves(kind):
-    "Each of their KV heads has one query head."
-    from tests.hf import test_deferred
-
-    model = test_deferred.made(kind)
-    heads = model.config.num_attention_heads
-    recipe = HeadRecipe([each(3 + i % 2) for i in range(heads)])
-    outs = []
-    for attention in ("dense", "auto"):
-        cache = TurboQuantCache(model, recipe, attention=attention)
-        with torch.no_grad():
-            ids = texts(2, 20) % model.config.vocab_size
-            outs.append(model.generate(ids, past_key_values=cache, **test_deferred.GREEDY))
-    same(*outs)
-    assert cache.report()["served"]["codes"] and len(cache.layers[0].groups) == 2
-
-
 def test_a_calibration_gives_each_group_its_matrices(tmp_path):
     """Of the layer's transform, the matrices of its heads: keys are those of the whole layer,
     but for rounding and the codes that lie within it of an edge."""

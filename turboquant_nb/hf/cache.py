@@ -76,11 +76,6 @@ class _Flags:
 def _check_reading(info: ModelInfo, warn: bool = False) -> None:
     """Say that a model gets all past tokens decoded, before its first pass. Raises ValueError
     where it is set to an attention that could not take them."""
-    if info.reading.deferred and attention_name(info.config) == NAME:
-        raise ValueError(
-            f"the {NAME!r} attention cannot serve {info.config.model_type}, which computes its "
-            "scores itself and reads codes as it is: model.set_attn_implementation('eager')"
-        )
     if why := info.reading.why:
         if attention_name(info.config) == NAME:
             raise ValueError(
@@ -127,10 +122,6 @@ def _check_pass(cache, module, kwargs: dict) -> None:
             "cache would take it as new: pass use_cache=True"
         )
     cache.recognise(module)
-    if cache.reader.deferred:  # such models have no other way to say it
-        asked = kwargs.get("output_attentions")
-        asked = getattr(module.config, "output_attentions", False) if asked is None else asked
-        cache.reader.weights = bool(asked)
     layer, keep = cache.coded_layers[0], kwargs.get("logits_to_keep")
     if layer.drafting and not layer.length and type(keep) is int and 0 < keep <= _DRAFTS:
         cache.runner.before = keep  # the next pass may have as many
@@ -244,9 +235,7 @@ class TurboQuantCache(Cache):
         self.recipes = [p.recipe for p in plans]
         layers = self.info.own_layers()
         reading = self.info.reading
-        why = "scores of a model's own have another shape in each step, a static cache has not"
-        why = reading.why or (why if static and reading.deferred else "")
-        self.reader = Reader(why, self.config, attention, reading.deferred and not why)
+        self.reader = Reader(reading.why, self.config, attention)
         for x, p in zip(self.info.coded, plans):
             kind, recipe = TurboQuantLayer, p.recipe
             several = isinstance(recipe, HeadRecipe)
@@ -330,7 +319,7 @@ class TurboQuantCache(Cache):
             raise ValueError(f"this cache is for {have}: there is no layer {layer_idx}")
         layer, kind = self.layers[layer_idx], key_states.device.type
         if torch.compiler.is_compiling() and not self.static:
-            return eagerly(self._traced, key_states, value_states, layer_idx, *args, **kwargs)
+            return eagerly(self.update, key_states, value_states, layer_idx, *args, **kwargs)
         # autocast, which "meta" has none of, is for the model: codes have their own types
         if kind != "meta" and torch.is_autocast_enabled(kind):
             cast = [x.to(torch.get_autocast_dtype(kind)) for x in (key_states, value_states)]
@@ -393,17 +382,9 @@ class TurboQuantCache(Cache):
             raise ValueError(f"layer {layer_idx} of this cache keeps no keys of an index")
         return self.layers[layer_idx].update_indexer(indexer_key_states)
 
-    def _traced(self, *args, **kwargs) -> tuple:
-        "`update` between the graphs of torch.compile."
-        self.reader.traced = True
-        try:
-            return self.update(*args, **kwargs)
-        finally:
-            self.reader.traced = False
-
     def _begin_pass(self) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."
-        store, self._lengths, self.reader.memo = self.coded_layers[0].store, {}, {}
+        store, self._lengths = self.coded_layers[0].store, {}
         if store is not None and is_captured(store.device):
             if not store.clock.fixed:
                 raise ValueError(
@@ -547,7 +528,7 @@ class TurboQuantCache(Cache):
         does not fit, and learn what padding there is. Returns the mask function for attention
         on codes, None where the model's own is right."""
         self.check_thread()
-        on_codes = layer.on_codes and not self.reader.deferred  # which has masks of its own
+        on_codes = layer.on_codes
         if not layer.by_device:
             held = layer.held  # where a device counts, this waits for it
             check_size(batch, n, held)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .layer import CodedStates, Codes, TurboQuantLayer
+from .layer import CodedStates, TurboQuantLayer
 from ..quant.layer_info import LayerInfo
 from ..quant.mixed_precision import HeadRecipe
 
@@ -137,10 +137,7 @@ class GroupedLayer(CacheLayerMixin):
             raise
         if isinstance(given[0][0], Tensor):
             return tuple(self.join(parts) for parts in zip(*given))
-        if self.reader.deferred:
-            given = [(keys.held.keys, keys.held.values) for keys, _ in given]
-        keys, values = (HeadStates(self, x, parts) for x, parts in zip(states, zip(*given)))
-        return Codes(keys, values).states() if self.reader.deferred else (keys, values)
+        return tuple(HeadStates(self, x, parts) for x, parts in zip(states, zip(*given)))
 
     def _go_back(self, held: int, starts: tuple | None) -> None:
         "Let groups that have taken more forget it."

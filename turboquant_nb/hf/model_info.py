@@ -212,7 +212,6 @@ class Reading(NamedTuple):
 
     how: str  # "on codes" or "decoded each step"
     why: str = ""  # it is decoded
-    deferred: bool = False  # whether it computes its scores itself, of tensors that wait
     expands: tuple = ()  # classes of attention that make keys and values of a latent
 
     def __str__(self):
@@ -222,23 +221,6 @@ class Reading(NamedTuple):
 # what attention on codes takes into account, besides the mask
 _HEEDED = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux"}
 _HEEDED |= {"position_ids", "output_attentions", "position_bias", "indices", None}
-# who computes softmax(f q kᵀ + b) v by hand, and is served by tensors that wait
-_BY_HAND = {
-    "BigBirdSelfAttention",
-    "BloomAttention",
-    "CodeGenAttention",
-    "FalconAttention",
-    "GPTJAttention",
-    "GPTNeoSelfAttention",
-    "GPTNeoXJapaneseAttention",
-    "MegatronBertSelfAttention",
-    "MptAttention",
-    "MvpAttention",
-    "RemBertSelfAttention",
-    "RoFormerSelfAttention",
-    "TrOCRAttention",
-    "XGLMAttention",
-}
 # the method by which attention makes keys and values of latents
 EXPAND = "expand_kv"
 _CARRIED = ("to", "shape", "dtype", "device")  # what a handle has of a tensor
@@ -353,14 +335,13 @@ def _read_by(model_or_config, config) -> Reading:
             f"{kind} attends to later tokens too, so none can be kept; its config makes it a "
             "decoder (is_decoder=True, for Gemma use_bidirectional_attention=False)"
         )
-    by_hand = [x for x, _ in readers if x.__name__ in _BY_HAND]
-    others = [x for x, _ in readers if x not in by_hand]
-    reasons = (f"{x.__name__} {_touches(x)}" for x in others if _touches(x))
-    if why := next(reasons, ""):
-        return Reading("decoded each step", why)
-    deferred = bool(by_hand) or getattr(config, "reorder_and_upcast_attn", False)  # GPT-2's
+    reasons = [f"{x.__name__} {_touches(x)}" for x, _ in readers if _touches(x)]
+    if getattr(config, "reorder_and_upcast_attn", False):  # GPT-2's
+        reasons.append("reorder_and_upcast_attn has it compute its scores itself")
+    if reasons:
+        return Reading("decoded each step", reasons[0])
     expands = tuple(x for x, _ in readers if hasattr(x, EXPAND) and _holds_latents(x))
-    return Reading("on codes", "", deferred, expands)
+    return Reading("on codes", "", expands)
 
 # %% ../../nbs/50_model_info.ipynb #cfa16813
 def _check_adapter(model) -> None:

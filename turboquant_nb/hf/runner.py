@@ -301,8 +301,6 @@ class StepRunner:
             return "drafts are not taken back from recurrent states"
         if not layers[0].on_codes:
             return layers[0].reader.obstacle.why
-        if layers[0].reader.deferred:
-            return "the model computes scores itself, of another shape in each step"
         if len({x.store.device for x in layers} | {step.ids.device}) > 1:
             return "the layers are on several devices"
         if any(x.mask_reason for x in layers):
