@@ -28,8 +28,8 @@ interpreter.quicken()
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin
 # with: no long file is left for the end.
 LONGEST = (
-    "encode_kernel cells hf chat bench decode_kernel hf_graphs models hf_model heads viterbi "
-    "way calibrate hf_kernels long app deferred esm hf_static answers architectures "
+    "encode_kernel cells hf chat bench decode_kernel hf_graphs models hf_model viterbi "
+    "way calibrate hf_kernels long app esm hf_static answers architectures "
     "apple sandbox store attention generation hf_system hf_random evaluate"
 ).split()
 

@@ -1,5 +1,6 @@
 """How each causal language model of transformers reads a coded cache: run.py architectures
---out FILE [--classes NAME ...].
+--out FILE [--classes NAME ...]
+[--after FILE].
 
 Of each class of transformers' mapping of causal language models a random model of a few
 thousand weights is made, and a cache for it. What the cache says when it is made (on codes,
@@ -18,7 +19,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from plan import Plan
+from plan import Plan, earlier
 from turboquant_nb.cli.plan import CacheSize, plain_bytes
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.latents import IndexKeys
@@ -371,8 +372,7 @@ def tried(name: str) -> dict:
     row["states"] = sum(isinstance(x, LinearAttentionLayer) for x in held.layers)
     row |= sizes(type(model))
     want = tokens(model, DynamicCache(config=model.config))
-    switches = answer == "on codes" and not held.info.reading.deferred
-    for attention in ("its own", "turboquant")[: 1 + switches]:
+    for attention in ("its own", "turboquant")[: 1 + (answer == "on codes")]:
         if attention == "turboquant":
             model.set_attn_implementation(attention)
             held, *_ = asked(model)
@@ -389,6 +389,7 @@ def tried(name: str) -> dict:
 
 def options(p):
     p.add_argument("--classes", nargs="+", default=CLASSES, metavar="NAME")
+    p.add_argument("--after", help="rows of other classes are kept, of this earlier file")
 
 
 def plan(a):
@@ -398,6 +399,7 @@ def plan(a):
         "architectures",
         {"cmd": cmd, "passed": True},
         rows,
+        before=[x for x in earlier(a) if x["class"] not in a.classes],
         model={"id": "random models, 2 to 6 layers of 32 channels"},
         data={"id": "random tokens, 2 prompts of 19", "n": 2},
     )

@@ -33,10 +33,7 @@ from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
-OWN = (
-    "deepseek_v3",
-    "falcon",
-)  # caches latents; has an attention of its own that transformers cannot replace
+OWN = ("deepseek_v3", "falcon")  # caches latents; computes its scores itself, of decoded states
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 

@@ -15,7 +15,7 @@ from .attention import exact_attention, turboquant_attention, turboquant_mask
 from .default import Default, disable, enable
 from .compiled import CompiledSteps, compile_steps
 from .report import Report
-from . import archive, beside, edits, graphs, kept, latents, runner
+from . import archive, edits, graphs, latents, runner
 
 _all_ = [
     "MARGIN",

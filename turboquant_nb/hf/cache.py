@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..cache import token_coder
 from ..cache.clock import DeviceClock, HostClock, is_captured
-from .heads import GroupedLayer
 from turboquant_nb.hf.hooks import (
     Before,
     Finally,
@@ -41,7 +40,6 @@ from turboquant_nb.hf.model_info import (
 )
 from .passes import RowStarts, check_mask, check_positions, check_size
 from .report import Report, report_of
-from ..quant.mixed_precision import HeadRecipe
 from ..quant.recipe import Recipe
 
 # %% ../../nbs/51_cache.ipynb #1778ac86
@@ -76,11 +74,6 @@ class _Flags:
 def _check_reading(info: ModelInfo, warn: bool = False) -> None:
     """Say that a model gets all past tokens decoded, before its first pass. Raises ValueError
     where it is set to an attention that could not take them."""
-    if info.reading.deferred and attention_name(info.config) == NAME:
-        raise ValueError(
-            f"the {NAME!r} attention cannot serve {info.config.model_type}, which computes its "
-            "scores itself and reads codes as it is: model.set_attn_implementation('eager')"
-        )
     if why := info.reading.why:
         if attention_name(info.config) == NAME:
             raise ValueError(
@@ -127,10 +120,6 @@ def _check_pass(cache, module, kwargs: dict) -> None:
             "cache would take it as new: pass use_cache=True"
         )
     cache.recognise(module)
-    if cache.reader.deferred:  # such models have no other way to say it
-        asked = kwargs.get("output_attentions")
-        asked = getattr(module.config, "output_attentions", False) if asked is None else asked
-        cache.reader.weights = bool(asked)
     layer, keep = cache.coded_layers[0], kwargs.get("logits_to_keep")
     if layer.drafting and not layer.length and type(keep) is int and 0 < keep <= _DRAFTS:
         cache.runner.before = keep  # the next pass may have as many
@@ -218,9 +207,8 @@ class TurboQuantCache(Cache):
         model_or_config,  # a model or its config; the cache reads the attention's name there
         recipe: Recipe
         | str
-        | HeadRecipe
         | list
-        # a Recipe, a preset, None for k3v3, one for each head, or a list with one a layer
+        # a Recipe, a preset, None for k3v3, or a list with one a layer
         | None = None,
         bits: int | float | tuple | None = None,  # replaces the bits of keys and values
         max_length: int | None = None,  # allocate so many tokens at once and refuse more
@@ -244,27 +232,18 @@ class TurboQuantCache(Cache):
         self.recipes = [p.recipe for p in plans]
         layers = self.info.own_layers()
         reading = self.info.reading
-        why = "scores of a model's own have another shape in each step, a static cache has not"
-        why = reading.why or (why if static and reading.deferred else "")
-        self.reader = Reader(why, self.config, attention, reading.deferred and not why)
+        self.reader = Reader(reading.why, self.config, attention)
         for x, p in zip(self.info.coded, plans):
-            kind, recipe = TurboQuantLayer, p.recipe
-            several = isinstance(recipe, HeadRecipe)
-            if several and len(recipe.groups) == 1:
-                several, recipe = False, recipe.heads[0]
+            kind = TurboQuantLayer
             if isinstance(layers[x.index], LinearAttentionLayer):
-                if several:
-                    why = "it keeps a recurrent state beside them"
-                    raise ValueError(f"heads of layer {x.index} must share a recipe: {why}")
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
-            kind = GroupedLayer if several else kind
             if x.index_size is not None:
                 kind = self.make_indexed
             clock = DeviceClock if static else HostClock
-            layers[x.index] = kind(recipe, x, self.reader, max_length, backend, clock)
+            layers[x.index] = kind(p.recipe, x, self.reader, max_length, backend, clock)
         super().__init__(layers=layers)
-        # all that hold codes: a layer, or each group of its heads that has a recipe of its own
+        # all that hold codes: a layer, and its index if it has one
         self.groups = [getattr(x, "groups", ()) for x in self.layers]  # of each layer
         self.coded_layers = [group for groups in self.groups for group in groups]
         self.padding = RowStarts(self.coded_layers)
@@ -330,7 +309,7 @@ class TurboQuantCache(Cache):
             raise ValueError(f"this cache is for {have}: there is no layer {layer_idx}")
         layer, kind = self.layers[layer_idx], key_states.device.type
         if torch.compiler.is_compiling() and not self.static:
-            return eagerly(self._traced, key_states, value_states, layer_idx, *args, **kwargs)
+            return eagerly(self.update, key_states, value_states, layer_idx, *args, **kwargs)
         # autocast, which "meta" has none of, is for the model: codes have their own types
         if kind != "meta" and torch.is_autocast_enabled(kind):
             cast = [x.to(torch.get_autocast_dtype(kind)) for x in (key_states, value_states)]
@@ -393,17 +372,9 @@ class TurboQuantCache(Cache):
             raise ValueError(f"layer {layer_idx} of this cache keeps no keys of an index")
         return self.layers[layer_idx].update_indexer(indexer_key_states)
 
-    def _traced(self, *args, **kwargs) -> tuple:
-        "`update` between the graphs of torch.compile."
-        self.reader.traced = True
-        try:
-            return self.update(*args, **kwargs)
-        finally:
-            self.reader.traced = False
-
     def _begin_pass(self) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."
-        store, self._lengths, self.reader.memo = self.coded_layers[0].store, {}, {}
+        store, self._lengths = self.coded_layers[0].store, {}
         if store is not None and is_captured(store.device):
             if not store.clock.fixed:
                 raise ValueError(
@@ -547,7 +518,7 @@ class TurboQuantCache(Cache):
         does not fit, and learn what padding there is. Returns the mask function for attention
         on codes, None where the model's own is right."""
         self.check_thread()
-        on_codes = layer.on_codes and not self.reader.deferred  # which has masks of its own
+        on_codes = layer.on_codes
         if not layer.by_device:
             held = layer.held  # where a device counts, this waits for it
             check_size(batch, n, held)

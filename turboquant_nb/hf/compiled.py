@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .runner import StepRunner
 from .hooks import Instead
 
 # %% ../../nbs/53b_compiled.ipynb #53b00009
@@ -405,6 +404,3 @@ class StepChoice:
         return (
             f"norms, MLPs and RoPE are compiled after {self.due(layers):,} steps, {most:,} came"
         )
-
-
-StepRunner.choice = StepChoice.of

@@ -150,10 +150,8 @@ def why_copies(self: TurboQuantLayer, times: int, pays: bool = True) -> str:
     where that `pays` or always."""
     if self.is_sliding:
         return "a sliding layer frees tokens"
-    if self.latent or self.reader.deferred or not self.shares:
-        return (
-            "latents, keys of an index, and models that compute scores themselves have copies"
-        )
+    if self.latent or not self.shares:
+        return "latents and keys of an index have copies"
     if not self.on_codes:
         return "the model reads decoded keys"
     if not pays:

@@ -31,14 +31,8 @@ except ImportError as error:
 
 from ..quant.calibration import load_calibration, apply_bit_budget
 from ..quant.layer_info import is_registered, read_facts, read_layers
-from turboquant_nb.quant.mixed_precision import (
-    HeadRecipe,
-    as_layer_recipe,
-    find_code,
-    head_recipes,
-    recipe_from_json,
-)
-from ..quant.recipe import Recipe
+from ..quant.mixed_precision import find_code
+from ..quant.recipe import Recipe, as_recipe
 from ..theory.rope import apply_rope
 
 # %% ../../nbs/50_model_info.ipynb #9082c185
@@ -212,7 +206,6 @@ class Reading(NamedTuple):
 
     how: str  # "on codes" or "decoded each step"
     why: str = ""  # it is decoded
-    deferred: bool = False  # whether it computes its scores itself, of tensors that wait
     expands: tuple = ()  # classes of attention that make keys and values of a latent
 
     def __str__(self):
@@ -222,23 +215,6 @@ class Reading(NamedTuple):
 # what attention on codes takes into account, besides the mask
 _HEEDED = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux"}
 _HEEDED |= {"position_ids", "output_attentions", "position_bias", "indices", None}
-# who computes softmax(f q kᵀ + b) v by hand, and is served by tensors that wait
-_BY_HAND = {
-    "BigBirdSelfAttention",
-    "BloomAttention",
-    "CodeGenAttention",
-    "FalconAttention",
-    "GPTJAttention",
-    "GPTNeoSelfAttention",
-    "GPTNeoXJapaneseAttention",
-    "MegatronBertSelfAttention",
-    "MptAttention",
-    "MvpAttention",
-    "RemBertSelfAttention",
-    "RoFormerSelfAttention",
-    "TrOCRAttention",
-    "XGLMAttention",
-}
 # the method by which attention makes keys and values of latents
 EXPAND = "expand_kv"
 _CARRIED = ("to", "shape", "dtype", "device")  # what a handle has of a tensor
@@ -353,14 +329,13 @@ def _read_by(model_or_config, config) -> Reading:
             f"{kind} attends to later tokens too, so none can be kept; its config makes it a "
             "decoder (is_decoder=True, for Gemma use_bidirectional_attention=False)"
         )
-    by_hand = [x for x, _ in readers if x.__name__ in _BY_HAND]
-    others = [x for x, _ in readers if x not in by_hand]
-    reasons = (f"{x.__name__} {_touches(x)}" for x in others if _touches(x))
-    if why := next(reasons, ""):
-        return Reading("decoded each step", why)
-    deferred = bool(by_hand) or getattr(config, "reorder_and_upcast_attn", False)  # GPT-2's
+    reasons = [f"{x.__name__} {_touches(x)}" for x, _ in readers if _touches(x)]
+    if getattr(config, "reorder_and_upcast_attn", False):  # GPT-2's
+        reasons.append("reorder_and_upcast_attn has it compute its scores itself")
+    if reasons:
+        return Reading("decoded each step", reasons[0])
     expands = tuple(x for x, _ in readers if hasattr(x, EXPAND) and _holds_latents(x))
-    return Reading("on codes", "", deferred, expands)
+    return Reading("on codes", "", expands)
 
 # %% ../../nbs/50_model_info.ipynb #cfa16813
 def _check_adapter(model) -> None:
@@ -563,12 +538,12 @@ def _settle_centers(
 ) -> tuple:  # (recipes without "auto", [inv_freq or None])
     """Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a
     recipe names a pre-RoPE mean and there is no such RoPE."""
-    keys = [[x.key for x in head_recipes(r)] for r in recipes]
-    if not any(x.center == "auto" or x.centre.rotates for key in keys for x in key):
+    keys = [r.key for r in recipes]
+    if not any(x.center == "auto" or x.centre.rotates for x in keys):
         return recipes, [None] * len(recipes)
     frequencies = [x.inv_freq for x in info.coded]
     recipes = [r.settled(rope=f is not None) for r, f in zip(recipes, frequencies)]
-    rotates = [any(x.key.centre.rotates for x in head_recipes(r)) for r in recipes]
+    rotates = [r.key.centre.rotates for r in recipes]
     inv_freq = [f if follows else None for follows, f in zip(rotates, frequencies)]
     if any(f is None and follows for f, follows in zip(inv_freq, rotates)):
         why = info.rope.why or "one has none"
@@ -581,18 +556,13 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
     where the config says the sizes."""
     wrong = {}
     for layer, recipe in zip(info.coded, recipes):
-        each = head_recipes(recipe)
-        sides = {(r.key, layer.key_size) for r in each}
-        sides |= {(r.value, layer.value_size) for r in each}
+        sides = (recipe.key, layer.key_size), (recipe.value, layer.value_size)
         for spec, size in () if layer.sized_by else sides:
             try:
                 find_code(spec, size)
             except ValueError as error:
                 found = wrong.setdefault(str(error), [])
                 found += [layer.index] * (layer.index not in found)
-        if isinstance(recipe, HeadRecipe) and layer.heads not in (None, len(each)):
-            want = f"a recipe for each of its {layer.heads} KV heads"
-            raise ValueError(f"layer {layer.index} must have {want}, got {len(each)}")
     for why, layers in wrong.items():
         whole = len(layers) == len(info.coded)
         where = "all layers" if whole else f"layers {layers}"
@@ -602,10 +572,8 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
         )
 
 
-def _without_pairs(recipe: Recipe | HeadRecipe) -> Recipe | HeadRecipe:
+def _without_pairs(recipe: Recipe) -> Recipe:
     "A recipe of latents, which are values too: no query could take a pair scale out again."
-    if isinstance(recipe, HeadRecipe):
-        return HeadRecipe(tuple(map(_without_pairs, recipe.heads)))
     return replace(recipe, key=replace(recipe.key, pair_scale="none"))
 
 
@@ -626,7 +594,7 @@ def plan_layers(
         want = f"one recipe for each of the {n} layers with keys and values"
         raise ValueError(f"recipe must be {want}, got a list of {len(recipe)}")
     each = recipe if listed else [recipe] * n
-    recipes = [as_layer_recipe(r, bits) for r in each]
+    recipes = [as_recipe(r, bits) for r in each]
     if max_length is not None and any(r.decay is not None for r in recipes):
         raise ValueError(
             "max_length allocates once, so decay frees nothing; choose one of them"
@@ -652,5 +620,5 @@ def _recipes_to_json(recipes: list) -> str | list:
 
 def _recipes_from_json(saved: str | list) -> Recipe | list:
     "What a cache takes, from what `_recipes_to_json` gave."
-    load = recipe_from_json
+    load = Recipe.from_json
     return [load(x) for x in saved] if isinstance(saved, list) else load(saved)
