@@ -79,11 +79,6 @@ EXPERIMENTS = {
         "all masked marginals of a protein: passes, frozen, one graph (GPU; --small without)",
         "--small --lengths 12 --repeats 1",
     ),
-    "latents": Entry(
-        "bench.latents",
-        "attention of a step to latents: expanded, absorbed, on codes",
-        "--shapes 1x300 --seconds .01",
-    ),
     "shapes": Entry(
         "bench.shapes",
         "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
@@ -154,6 +149,7 @@ LAST = {
         "esm": "ESM-2 on compressed keys and values: recipes, contacts, variants, scores",
         "masks": "which trellis codes are good",
     },
+    "9f905037": {"latents": "attention of a step to latents: expanded, absorbed, on codes"},
     "0d1ffa97": {"transfer": "a prompt read in one process, its cache ready in another"},
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}

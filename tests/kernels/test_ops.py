@@ -70,25 +70,14 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
     answers = ops.explain(q, store)
-    assert [*answers] == [
-        "triton",
-        "latents",
-        "flash",
-        "many",
-        "cpu",
-        "gather",
-        "blocks",
-        "torch",
-    ]
+    assert [*answers] == ["triton", "flash", "many", "cpu", "gather", "blocks", "torch"]
     assert not answers["torch"]
 
 
 @pytest.mark.parametrize("backend", ["cuda", "", None])
 def test_unknown_names(backend):
     store, q = filled()
-    with pytest.raises(
-        ValueError, match="backend must be 'auto', 'triton', 'latents', 'flash', "
-    ):
+    with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', "):
         ops.attend(q, store, backend=backend)
     with pytest.raises(ValueError, match="backend must be 'auto'"):
         ops.append(store, q[:, :2], q[:, :2], backend=backend)

@@ -451,7 +451,6 @@ def combined(
             OUT=out,
             LSE=lse,
             REST=rest,
-            SHARE=x.packed_lut,
             splits=splits,
             blocks=parts.blocks,
             Q=rows,
@@ -460,8 +459,6 @@ def combined(
             EB=each if few else 0,
             FAST=fast,
             PDL=pdl,
-            DR=0,
-            DRP=0,
         )
     )
     grid, options = (

@@ -116,7 +116,7 @@ _FLOATS = torch.float16, torch.bfloat16, torch.float32
 DRAFTS = 64  # query tokens at most, where each reads its own last tokens exactly; else 16
 
 
-def shape_reason(q, heads: int, k, v, dtype, most: int = 16, group: int = 16) -> str:
+def shape_reason(q, heads: int, k, v, dtype, most: int = 16) -> str:
     "Why queries and chunk of this kind cannot be served; empty if they can."
     if triton.language is None:
         return checks.missing("Triton is not installed", "triton")
@@ -124,9 +124,9 @@ def shape_reason(q, heads: int, k, v, dtype, most: int = 16, group: int = 16) ->
         return "q, k, v and the store must be float16, bfloat16 or float32"
     if not 1 <= q.shape[2] <= most:
         return f"1 to {most} query tokens are supported, got {q.shape[2]}"
-    if q.shape[1] > group * heads:
+    if q.shape[1] > 16 * heads:
         got = q.shape[1] // heads
-        return f"at most {group} query heads for a KV head are supported, got {got}"
+        return f"at most 16 query heads for a KV head are supported, got {got}"
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v)):
         return "there is no gradient; call under torch.no_grad()"
     return ""
