@@ -38,7 +38,7 @@ def test_the_answer_is_what_happens(name, table):
 def test_the_table_holds_every_class(table):
     assert not table or sorted(table) == architectures.CLASSES
     count = Counter(x["answer"] for x in table.values())
-    assert not table or count["on codes"] >= 156 and count["not tried"] == 3
+    assert not table or count["on codes"] >= 151 and count["not tried"] == 3
 
 
 @pytest.mark.parametrize(

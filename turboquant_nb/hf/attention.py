@@ -45,9 +45,6 @@ def _window_of(mask_function):
         return 0
 
 
-_SELECTS = "the model selects tokens by its mask"
-
-
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     """Why a mask must be made for n tokens; empty if the ranges of the store say all of it.
     Changes nothing: the cache has heard the mask already."""
@@ -56,8 +53,6 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     past = layer.held
     if not layer.clock.fixed and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
-    if cache.info.indices:
-        return _SELECTS
     sliding_window, mine = _window_of(mask_function), layer.sliding_window
     if sliding_window == 0:
         return "a mask function of the model's own"
@@ -186,7 +181,7 @@ def _prefill(call: AttentionCall) -> Tensor:
     query, layer, k, v = call.query, call.key.layer, call.key.chunk, call.value.chunk
     if call.key.expansion is not None:
         k, v = call.key.own(k, v)
-    if call.key.drafts and _in_order(call):
+    if call.key.drafts and call.mask is None:
         return _prefill_and_drafts(call)
     layer.calls["prefill"] += 1
     call = _within(call, k.shape[2])
@@ -211,11 +206,6 @@ def _prefill(call: AttentionCall) -> Tensor:
             part = part._replace(bias=bias[rows, :, asks:, s:])
         out[rows, :, asks:] = exact_attention(part, layer.sliding_window)
     return out
-
-
-def _in_order(call: AttentionCall) -> bool:
-    "Whether tokens of a chunk come one after the other: a caller's mask may make them a tree."
-    return call.mask is None or call.key.layer.mask_reason == _SELECTS
 
 
 def _within(call: AttentionCall, length: int) -> AttentionCall:
@@ -279,7 +269,7 @@ def _by_codes(call: AttentionCall) -> Tensor:
     _, query, key, value, mask, *_, bias = call
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent, demanded, first = None, layer.backend, None
-    if (mask is None or _in_order(call)) and layer.serves_steps(k.shape[2]):
+    if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
     if key.expansion is not None:
         k, v = torch.cat([k, v], -1), k

@@ -211,7 +211,6 @@ class TurboQuantCache(Cache):
 
     make_runner = _EagerSteps
     make_mask = None  # for attention on codes: `hf.attention` has it
-    make_indexed = None  # for layers that select tokens: `hf.latents` has it
 
     def __init__(
         self,
@@ -259,8 +258,6 @@ class TurboQuantCache(Cache):
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
             kind = GroupedLayer if several else kind
-            if x.index_size is not None:
-                kind = self.make_indexed
             clock = DeviceClock if static else HostClock
             layers[x.index] = kind(recipe, x, self.reader, max_length, backend, clock)
         super().__init__(layers=layers)
@@ -380,18 +377,6 @@ class TurboQuantCache(Cache):
         finally:
             for x in groups:
                 x.store.clock.known = False
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        "Keys [B, n, d] by which a layer selects tokens: coded; all that it holds is returned."
-        if torch.compiler.is_compiling():
-            return eagerly(self.update_indexer, indexer_key_states, layer_idx)
-        kind = indexer_key_states.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # as in `update`
-            with torch.autocast(kind, enabled=False):
-                return self.update_indexer(indexer_key_states, layer_idx)
-        if not hasattr(self.layers[layer_idx], "update_indexer"):
-            raise ValueError(f"layer {layer_idx} of this cache keeps no keys of an index")
-        return self.layers[layer_idx].update_indexer(indexer_key_states)
 
     def _traced(self, *args, **kwargs) -> tuple:
         "`update` between the graphs of torch.compile."

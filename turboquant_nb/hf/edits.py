@@ -152,7 +152,7 @@ def why_copies(self: TurboQuantLayer, times: int, pays: bool = True) -> str:
         return "a sliding layer frees tokens"
     if self.latent or self.reader.deferred or not self.shares:
         return (
-            "latents, keys of an index, and models that compute scores themselves have copies"
+            "latents and models that compute scores themselves have copies"
         )
     if not self.on_codes:
         return "the model reads decoded keys"
