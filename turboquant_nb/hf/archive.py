@@ -62,7 +62,6 @@ def states(
     self.check()
     for layer in self.layers:
         layer.make_growing()  # where a graph replays steps, which no file knows of
-        layer.unshare()
     return [state_of(layer.store) for layer in self.coded_layers], header_of(self)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import ops, prefix
+from ..kernels import ops
 from ..cache.attention import Answer, Call, Rule, dense_attention, with_sinks
 from .cache import TurboQuantCache
 from .heads import take_heads
@@ -281,8 +281,6 @@ def _by_codes(call: AttentionCall) -> Tensor:
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     rule, lse = _rule(layer, call, ask), call.sink is not None
     ours = Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
-    if layer.prefix is not None:
-        return _after_prefix(call, ours)
     if layer.by_device:
         answer = layer.captured.attend(ours)
         if call.sink is None:
@@ -313,27 +311,6 @@ def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
         if name == "gather" or why == ops.launch.device_reason(layer.store, False):
             _say_fallback(name, why)
     return name, answer
-
-
-def _after_prefix(call: AttentionCall, ours: Call) -> Tensor:
-    "Attention to tokens that rows share, and to those of each row."
-    layer = call.key.layer
-    own, past = layer.prefix.apart(ours)
-    if layer.by_device:
-        answer = layer.captured.attend(own)
-        past = layer.captured.attend_prefix(past)
-        answer = layer.prefix.join(answer, past, call.sink is not None)
-        if call.sink is None:
-            return answer.out
-        return with_sinks(*answer, call.sink, need_lse=False).out
-    before = ops.select_backend(past)
-    layer.backends[before.backend] += 1
-    if before.why:
-        layer.reasons[f"shared tokens: {before.why}"] += 1
-    name, answer = _attended(layer, own)
-    past = prefix.attend(past, before.backend)
-    answer = layer.prefix.join(answer, past, call.sink is not None)
-    return _served(call, name, answer)
 
 
 def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:

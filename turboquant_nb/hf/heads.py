@@ -171,7 +171,6 @@ class GroupedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
 
     reset, crop, make_growing = map(_in_each, ("reset", "crop", "make_growing"))
-    unshare = _in_each("unshare")
     offload, prefetch = map(_in_each, ("offload", "prefetch"))
     take_rows, reorder_cache = map(_in_each, ("take_rows", "reorder_cache"))
     batch_select_indices = _in_each("batch_select_indices")

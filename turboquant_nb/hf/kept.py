@@ -116,7 +116,7 @@ class KeptSteps:
         self.backends = [x.captured.backends for x in layers]
         self.addresses = [t.data_ptr() for s in self.stores for t in _tensors(s)]
         # not of who asked for `static`, and no tokens that another cache has not
-        self.moves = not any(x.clock.fixed or x.prefix is not None for x in layers)
+        self.moves = not any(x.clock.fixed for x in layers)
         self.stream = _stream(self.odd.device)  # on which they are replayed
         # positions that graphs take for not exact: a number in their launches
         before = 0 if runner.spare is None else runner.spare.inexact
@@ -140,8 +140,6 @@ class KeptSteps:
         "Whether a runner's next step can be its; without a proof, whether its stores fit."
         layers, held = runner.cache().coded_layers, self.held.get(tokens)
         if held is None or (proof is not None and held.proof != proof):
-            return False
-        if any(x.prefix is not None for x in layers):
             return False
         stores, limits = [x.store for x in layers], [x.max_length for x in layers]
         need = stores[0].length + tokens
