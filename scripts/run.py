@@ -79,11 +79,6 @@ EXPERIMENTS = {
         "all masked marginals of a protein: passes, frozen, one graph (GPU; --small without)",
         "--small --lengths 12 --repeats 1",
     ),
-    "latents": Entry(
-        "bench.latents",
-        "attention of a step to latents: expanded, absorbed, on codes",
-        "--shapes 1x300 --seconds .01",
-    ),
     "shapes": Entry(
         "bench.shapes",
         "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
@@ -155,7 +150,10 @@ LAST = {
         "masks": "which trellis codes are good",
     },
     "0d1ffa97": {"transfer": "a prompt read in one process, its cache ready in another"},
-    "9f905037": {"decode_heads": "attention where heads of a layer have bits of their own"},
+    "9f905037": {
+        "latents": "attention of a step to latents: expanded, absorbed, on codes",
+        "decode_heads": "attention where heads of a layer have bits of their own",
+    },
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
 

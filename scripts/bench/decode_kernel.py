@@ -1,16 +1,11 @@
 """Decode attention on codes against the best attention on bf16 and fp8, one NVIDIA GPU: run.py
-decode_kernel [--quick | --shapes SHAPE … | --shared SHAPE …] [--seconds S]
+decode_kernel [--quick | --shapes SHAPE …] [--seconds S]
 [--after FILE [--again SHAPE …]] --out FILE.
 
 --shapes measures attention of one token on these shapes alone.
 --after takes the rows of an earlier file and measures what it lacks; of a shape that --again
 names (8x8x4x128x32768: sequences, KV heads, group, head size, tokens) the rows with a pre-RoPE
 mean are measured again, against the baselines of that file.
-
---shared measures as many sequences over one prefix instead: of `copies` each has its own codes,
-`shared` is one store for all (kernels.prefix), `sdpa bf16, shared` torch's attention to one
-dense prefix, with the queries of all sequences side by side. `apart` is how far the output is
-from that of the copies, relative to its norm; more than 1e-2 is a red gate.
 
 Gate: for every head size, group and bit count the kernel's output agrees with fp32 attention on
 the same codes (`attention.attend`) to 1e-3 of its norm, on smaller batches; outliers of 1,000
@@ -45,8 +40,8 @@ from bench.cases import CASES, DEVICE, Shape, filled, states
 from plan import Plan, earlier
 from bench.timing import both_launches, event_time, kernel_times, quantiles, replayed
 
-from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.kernels import ops, prefix
+from turboquant_nb.cache.attention import attend
+from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.launch import decode_attention, refuses
 
 CENTERS = "prompt_mean", "pre_rope"
@@ -358,44 +353,10 @@ def measure_chunks(case: Shape, chunk=2048, repeats=3, few=40):
         yield about(case, "prompt in chunks", **codes) | what | quantiles(sums[1:])
 
 
-def measure_shared(case: Shape, seconds):
-    "Rows of one token of each sequence over one prefix: by copies, and held and read once."
-    one = case._replace(batch=1, tokens=case.tokens + 256)  # the last tile is not shared
-    q, (_, k, v) = states(case._replace(tokens=1))[0], states(one)
-    rows = q.view(1, case.batch, case.heads * case.group, case.d).transpose(1, 2)
-    at_once = partial(F.scaled_dot_product_attention, rows, k, v, enable_gqa=case.group > 1)
-    for row in both_launches(at_once, seconds):
-        yield about(case, "sdpa bf16, shared", bits=16) | row
-    for center in CENTERS:
-        copies = filled(k, v, 3, 3, center)
-        shared, own = prefix.share(copies, case.batch)
-        copies.repeat(case.batch)
-
-        def in_parts(shared=shared, own=own):
-            mine, past = shared.apart(Call.of(q, own))
-            return shared.join(ops.serve(mine), prefix.attend(past)).out
-
-        off = apart(in_parts().float(), decode_attention(q, copies)[0].float())
-        if not off <= 1e-2:
-            raise SystemExit(f"{case}, {center}: shared and copies differ by {off:.1e}")
-        what = dict(center=center, k_bits=3, v_bits=3)
-        took = {}
-        for row in both_launches(partial(decode_attention, q, copies), seconds):
-            took[row["launch"]] = row["p50"]
-            yield about(case, "codes, copies", **what, nbytes=copies.nbytes) | row
-        served = ops.select_backend(shared.apart(Call.of(q, own))[1]).backend
-        held = dict(nbytes=shared.store.nbytes + own.nbytes, backend=served, apart=off)
-        for row in both_launches(in_parts, seconds):
-            what["of_copies"] = took[row["launch"]] / row["p50"]
-            yield about(case, "codes, shared", **what, **held) | row
-        del copies, shared, own, in_parts
-
-
 def options(p):
     which = p.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="four cases only")
     which.add_argument("--shapes", nargs="+", default=[], help="these, as --again names them")
-    which.add_argument("--shared", nargs="+", default=[], help="sequences over one prefix")
     p.add_argument("--seconds", type=float, default=0.1, help="measuring time of one row")
     p.add_argument("--after", help="rows of this earlier file are kept")
     p.add_argument(
@@ -432,11 +393,6 @@ def plan(a):
     shapes, again = (
         [Shape(*map(int, x.split("x"))) for x in names] for names in (a.shapes, a.again)
     )
-    if a.shared:
-        shared = [Shape(*map(int, x.split("x"))) for x in a.shared]
-        data = {"id": "normal states", "n": len(shared)}
-        every = (row for case in shared for row in measure_shared(case, a.seconds))
-        return Plan("decode", gate(shared[:1]), every, data, before=earlier(a))
     cases = shapes or CASES["decode_kernel, quick" if a.quick else "decode_kernel"]
     known = earlier(a)
     have = {shape_of(r) for r in known}

@@ -1,6 +1,6 @@
 """Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick]
 [--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] [--drafts 1x8192 …]
-[--logits 8x2048 …] [--shared 32x65536 …] --out FILE.
+[--logits 8x2048 …] --out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are
 filled with random states in place of a prompt, so that no time goes into prefill; a step is the
@@ -47,9 +47,7 @@ the `largest` difference of a logit and that of the `first` step, the logits' `d
 they are not equal.
 --filled BxT: caches filled by random states, from which calls go on, so without
 `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
---shared BxT: B sequences go on from one of T random states, by `copies` and by a
-`shared prefix` (batch_repeat_interleave); `held_bytes` after repeating, `repeat_ms` what that
-took. --layers N: a model of so many.
+--layers N: a model of so many.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of
 kernels those of PyTorch's attention on codes; of replayed graphs those of eager steps; and no
@@ -76,7 +74,6 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from turboquant_nb.hf import TurboQuantCache, turboquant_attention
 from turboquant_nb.hf.compiled import StepChoice, compile_steps
 from turboquant_nb.hf.hooks import register
-from turboquant_nb.kernels import prefix
 from turboquant_nb.quant.recipe import preset
 
 LLAMA = dict(
@@ -732,41 +729,6 @@ def prompts(a, model, shapes):
         yield where_time_goes(model, batch, prompt, min(a.chunks))
 
 
-def shared_prefix(a, model, shapes):
-    "Rows of calls that go on from one prefix, of which each sequence has a copy, or all one."
-    for batch, tokens in shapes:
-        best, least = None, prefix.LEAST
-        for mode, pays in (("copies", 1 << 62), ("shared prefix", least)):
-            use(model, OURS, "graphs")
-            clean()
-            row = dict(cache=OURS, mode=mode, batch=batch, prompt=tokens, new=a.new)
-            row |= dict(n=a.repeats, unit="ms", layers=model.config.num_hidden_layers)
-            StepChoice.seconds = 1e9
-            with noting(row, True), torch.no_grad():
-                cache, took = new_cache(model, OURS), []
-                fill(cache, "turboquant", model.config, 1, tokens)
-                prefix.LEAST = pays
-                try:
-                    torch.cuda.synchronize()
-                    began = time.perf_counter()
-                    cache.batch_repeat_interleave(batch)
-                    torch.cuda.synchronize()
-                finally:
-                    prefix.LEAST = least
-                row["repeat_ms"] = 1e3 * (time.perf_counter() - began)
-                row["held_bytes"] = cache.report()["nbytes"]
-                torch.cuda.reset_peak_memory_stats()
-                for i in range(a.repeats + 1):
-                    ids = random_ids(model, batch, int(cache.get_seq_length()) + 1, i)
-                    took.append(call(model, ids, a.new, cache))
-                row |= middle(batch, [later / (a.new - 1) for _, later, _ in took[1:]])
-                row["peak_bytes"] = torch.cuda.max_memory_allocated()
-                row |= said(cache, "graphs", "backends", "shared")
-            best = best or row.get("tokens_s")
-            yield row | ({"of_copies": row["tokens_s"] / best} if best else {})
-            del cache
-
-
 COUNTED = 997  # tokens of the model that counts
 
 
@@ -966,7 +928,6 @@ def options(p):
         default=(),
         help="compare the logits of compiled steps with those of the model as it loads",
     )
-    p.add_argument("--shared", nargs="+", metavar="BxT", default=())
     p.add_argument("--layers", type=int, help="of the model; None: all")
     p.add_argument(
         "--lookup",
@@ -1062,7 +1023,6 @@ def by_the_clock(a, before):
     yield from walls(a, model, pairs(a.wall), before)
     yield from compared(model, pairs(a.logits))
     yield from prompts(a, model, pairs(a.prompts))
-    yield from shared_prefix(a, model, pairs(a.shared))
     yield from drafts(a, model, pairs(a.drafts))  # the last: they change the weights
 
 
@@ -1070,7 +1030,7 @@ def plan(a):
     name = "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes"
     about = dict(model={"id": name, "revision": "none"})
     before, checked = earlier(a), gate()
-    calls = [*a.wall, *a.filled, *a.logits, *a.prompts, *a.drafts, *a.shared]
+    calls = [*a.wall, *a.filled, *a.logits, *a.prompts, *a.drafts]
     if calls:
         cmd = "tokens of replayed steps are those of eager ones; " + checked["cmd"]
         checked = {"cmd": cmd, "passed": bool(checked["passed"] and replayed_tokens())}

@@ -44,7 +44,6 @@ PARTS = (
     "graphs_firsts",
     "graphs_ragged",
     "graphs_trellis",
-    "graphs_latents",
 )  # of tests/serving/engine.py
 WANTED = {  # what a part must have met
     part: tuple(met.split())
@@ -68,22 +67,16 @@ WANTED = {  # what a part must have met
         offload_codes="decided",
         random_firsts="firsts preempted hits cancelled",
         sizes="firsts recent",
-        latents="latents chunks_with_past preempted",
-        latents_recent="latents firsts recent",
-        latents_drafts="latents drafted",
-        exact_latents="decided recent",
         exact_sizes="decided recent",
     ).items()
 }
 NAMES = {
     "llama-8b": "Llama-8B",
     "gpt-oss-20b": "gpt-oss-20b",
-    "deepseek-v2-lite": "DeepSeek-V2-Lite",
     "gemma-4-31b": "Gemma 4 31B (12 of 60 layers)",
 }
 OF_MODEL = {  # parts of the gate without which ours is not measured with these shapes
     "gpt-oss-20b": {"learnt"},
-    "deepseek-v2-lite": {"latents_recent", "exact_latents", "graphs_latents"},
     "gemma-4-31b": {"sizes"},
 }
 began = time.monotonic()
@@ -368,7 +361,7 @@ def options(p):
         default="llama-8b",
         help=(
             "whose shapes; gpt-oss-20b: learnt logits, windows in every second layer, experts "
-            "in 4 bits; deepseek-v2-lite: latents; gemma-4-31b: heads of 256 and 512"
+            "in 4 bits; gemma-4-31b: heads of 256 and 512"
         ),
     )
     p.add_argument(

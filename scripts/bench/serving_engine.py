@@ -65,48 +65,6 @@ GPT_OSS = GPT_OSS_20B | dict(
     quantization_config={"quant_method": "mxfp4"},
 )
 
-# latents; all but the first layer have experts
-DEEPSEEK_V2_LITE = dict(
-    architectures=["DeepseekV2ForCausalLM"],
-    model_type="deepseek_v2",
-    hidden_size=2048,
-    intermediate_size=10944,
-    moe_intermediate_size=1408,
-    num_hidden_layers=27,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    kv_lora_rank=512,
-    q_lora_rank=None,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    first_k_dense_replace=1,
-    n_routed_experts=64,
-    n_shared_experts=2,
-    num_experts_per_tok=6,
-    n_group=1,
-    topk_group=1,
-    topk_method="greedy",
-    norm_topk_prob=False,
-    routed_scaling_factor=1.0,
-    vocab_size=102400,
-    max_position_embeddings=163840,
-    rope_parameters=dict(
-        rope_type="yarn",
-        rope_theta=10000.0,
-        factor=40.0,
-        beta_fast=32,
-        beta_slow=1,
-        original_max_position_embeddings=4096,
-        mscale=0.707,
-        mscale_all_dim=0.707,
-    ),
-    torch_dtype="bfloat16",
-    tie_word_embeddings=False,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-
 
 # 12 of its 60 layers, which leave room for the cache
 GEMMA_4 = GEMMA_4_31B | dict(
@@ -122,13 +80,8 @@ GEMMA_4 = GEMMA_4_31B | dict(
     eos_token_id=2,
 )
 
-MODELS = {
-    "llama-8b": LLAMA_8B,
-    "gpt-oss-20b": GPT_OSS,
-    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
-    "gemma-4-31b": GEMMA_4,
-}
-OWN_CHOICE = "deepseek-v2-lite", "gemma-4-31b"  # vLLM has several backends for them, and picks
+MODELS = {"llama-8b": LLAMA_8B, "gpt-oss-20b": GPT_OSS, "gemma-4-31b": GEMMA_4}
+OWN_CHOICE = ("gemma-4-31b",)  # vLLM has several backends for it, and picks
 
 SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed from a graph
 
@@ -429,7 +382,7 @@ def main(
     from vllm import LLM, SamplingParams
 
     if found := re.fullmatch(OURS, kind):
-        from turboquant_nb.serving.vllm_latents import register
+        from turboquant_nb.serving.vllm import register
 
         register()
         if found[5]:

@@ -26,6 +26,7 @@ Gate: a small model of each class writes the tokens of DynamicCache where all ar
 and attention of each kind of layer on a cache of 1,500 tokens is that of the reference in fp64
 on the same codes."""
 
+import time
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -37,9 +38,8 @@ import transformers
 from bench.cases import DEVICE
 from bench.decode_kernel import fastest_dense
 from bench.generate import clean, noting, parts, put, states, step_of
-from bench.latents import times
 from bench.models import GEMMA_4_31B, GPT_OSS_20B
-from bench.timing import replayed, step_times
+from bench.timing import QUANTILES, Clock, kernel_times, quantiles, replayed, step_times
 from eval.architectures import EXACT, VOCAB, small
 from plan import Plan, seconds
 from transformers import DynamicCache, StaticCache
@@ -50,6 +50,19 @@ from turboquant_nb.kernels import ops
 
 PROMPT, ROOM, NEAR = 8, 256, 1500
 SLIDES, FULL, STATE = "sliding_attention", "full_attention", "linear_attention"
+
+
+def times(f, device, seconds: float) -> dict:
+    "Quantiles of single calls in ms; of processor time on a CPU."
+    if device.type == "cuda":
+        found = kernel_times(replayed(f), seconds)
+        return {name: found[name] / 1e3 for name in QUANTILES} | {"n": 1, "unit": "ms"}
+    out, until = [], time.perf_counter() + seconds
+    while len(out) < 3 or time.perf_counter() < until:
+        with Clock() as spent:
+            f()
+        out.append(1e3 * spent.cpu)
+    return quantiles(out) | {"n": len(out), "unit": "ms"}
 
 
 class Model(NamedTuple):

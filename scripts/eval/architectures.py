@@ -22,7 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from plan import Plan, earlier
 from turboquant_nb.cli.plan import CacheSize, plain_bytes
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.latents import IndexKeys
 from turboquant_nb.quant.recipe import Recipe
 
 CLASSES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
@@ -351,8 +350,7 @@ def sizes(kind: type) -> dict:
     count = len({x.index for x in held.layers})
     coded = sum(each for _, each, _ in parts) / held.tile / count
     plain = plain_bytes(config, 2, 1, 2) / 2 / count
-    own = (x for x in held.layers if not isinstance(x, IndexKeys))  # which have another
-    centres = ", ".join(dict.fromkeys(x.recipe.key.center for x in own))
+    centres = ", ".join(dict.fromkeys(x.recipe.key.center for x in held.layers))
     return {"centre": centres, "bytes": round(coded, 1), "bf16": round(plain, 1)}
 
 

@@ -21,7 +21,7 @@ from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
 from turboquant_nb.cache.store import KVStore, _crop_together, tail_with
 from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import many_rows, ops
+from turboquant_nb.kernels import decode, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from tests.helpers import SLOW
@@ -281,7 +281,7 @@ def test_an_update_is_before_or_after(name):
     assert break_off(name, *UPDATES[name]) > 5
 
 
-@pytest.mark.skipif(many_rows.triton.language is None, reason="needs Triton")
+@pytest.mark.skipif(decode.triton.language is None, reason="needs Triton")
 @pytest.mark.parametrize("static", (False, True))
 def test_a_launched_append_is_before_or_after(static):
     "The kernel writes codes, ring and, where the device counts, the length."

@@ -59,13 +59,9 @@ def test_layers_of_several_sizes(monkeypatch):
         k3v3.recent_blocks(n, d, 2) for n, d in ((128, 256), (128, 256), (256, 512))
     )
     assert serve.cache_size([near, near], k3v3)["bytes_per_token"] == 2 * 16 * 196
-    latent = LayerInfo(0, heads=1, key_size=512, value_size=64, latent=512, beside=64, **sizes)
-    # on several GPUs each has all of them
-    found = serve.cache_size([latent, latent], k3v3, gpus=2)
-    assert found["bytes_per_token"] == 2 * 2 * k3v3.bytes_per_token(512, 64) == 4 * 220
-    assert found["bytes_16_bit"] == 2 * 2 * 2 * (512 + 64)
-    pages = k3v3.recent_blocks(128, 512, 2, d_value=64)
-    assert found["recent_bytes"] == 2 * 2 * pages * 128 * 220
+    latent = LayerInfo(0, heads=4, key_size=48, value_size=32, latent=512, beside=16, **sizes)
+    with pytest.raises(ValueError, match=r"does not serve multi-head latent attention \(MLA\)"):
+        serve.cache_size([latent], k3v3)
 
 
 def test_heads_are_not_cut_and_gpus_add_their_memory():
@@ -122,8 +118,7 @@ def vllm(tmp_path, monkeypatch):
         "vllm-0.26.0.dist-info/METADATA": about.format("vllm", "0.26.0"),
         "stub-0.dist-info/METADATA": about.format("stub", 0),
         "stub-0.dist-info/entry_points.txt": (
-            "[vllm.general_plugins]\nturboquant_nb = "
-            "turboquant_nb.serving.vllm_latents:register\n"
+            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n"
         ),
         "vllm": "#!/bin/sh\n",
     }.items():

@@ -43,6 +43,7 @@ GONE: dict[str, str] = {
     ),
     "apps/search": "the index is the chapter's own (85), of forty lines",
     "cli/bench": "scripts/bench measures; the command repeated a part of it",
+    "kernels/latents": "latents are attended to block by block, which serves every code",
     "kernels/paged": "a third layout of codes, which only its own chapter used",
     MEANS: "scores are whole before the cap, whatever they are computed from",
     CAP: "scores of codes get the query's product with the centre, so a soft cap is served",
@@ -81,10 +82,8 @@ GONE: dict[str, str] = {
     "{} has {} layers without keys and values of their own: such models are not served": (
         "those layers stay the engine's"
     ),
+    "at most {} query heads for a KV head are supported, got {}": "16, of every kernel",
     "learned attention sinks": "they join the softmax",
-    "1 to 16 query tokens and 1 to 16 query heads a KV head are supported, got {} and {}": (
-        "of latents up to 128 heads are"
-    ),
     "a page of {} numbers has no room for {} recent and {} first tokens of {} heads with {} "
     "numbers each": "by `pages.exact_states`, of a head's part of a page",
     "vLLM must be at least {} and below {}, whose interface this was tested with; got {}": (
@@ -103,7 +102,7 @@ GONE: dict[str, str] = {
     "encode_append needs Triton: pip install 'turboquant-nb[triton]'": "by `refuses`",
     "k and v must be {}, got {} and {}": "by `clock.check_states`",
     "int8 tensor cores with asynchronous copies need compute capability 8.0": (
-        "of the kernels for latents too, whose products are of fp16"
+        "of every kernel for tensor cores"
     ),
     "{} must be bfloat16, float16 or float32, got {}": "by `clock.check_states`",
     "--threads must be at least 1, got 0": _LEAST,

@@ -1616,3 +1616,5 @@ def test_repeated_rows_keep_their_padding():
     feed(9, batch=2)
     layer.batch_repeat_interleave(2)
     assert layer.starts == (0, 0, 3, 3) and layer.store.start.tolist() == [0, 0, 3, 3]
+    with pytest.raises(ValueError, match="times must be"):
+        layer.batch_repeat_interleave(0)

@@ -165,18 +165,14 @@ def join(
     recent=False,
     listed=True,
     learnt=False,
-    latent=False,  # of 512 channels, with rotary parts of 64
 ):
     constants = sizes(c)
-    if latent:
-        constants |= dict(D=576, DP=1024, DV=512, DVP=512)
     constants |= dict(
         Q=4,
         R=together,
         SB=max(2, min(16, 64 // together)),
         N=16,
-        T=4 if latent else max(1, 16 // together),
-        V_AT=0 if latent else c.d_key,
+        T=max(1, 16 // together),
         OWN=True,
         RECENT=recent,
         ROTATED=rotated,

@@ -126,11 +126,11 @@ def build(
     return compiled(fn, flags, capability, kind=GluonASTSource, **options)
 
 
-def combine(capability=90, d=128, fast=True, together=1, each=16, rotary=0):
-    "The combine kernel; rotary: channels of the rotary parts of latents."
+def combine(capability=90, d=128, fast=True, together=1, each=16):
+    "The combine kernel."
     types = TYPES | dict(
         OUT="*bf16" if fast else "*fp32",
-        **dict.fromkeys(("OUT_PARTS", "LSE_PARTS", "REST", "SHARE"), "*fp32"),
+        **dict.fromkeys(("OUT_PARTS", "LSE_PARTS", "REST"), "*fp32"),
     )
     padded = 1 << (d - 1).bit_length()
     constants = dict(
@@ -148,9 +148,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16, rotary=0):
         SLIDING=False,
         CAPPED=False,
         FAST=fast,
-        PDL=capability >= 90 and not rotary,
-        DR=rotary,
-        DRP=rotary,
+        PDL=capability >= 90,
     )
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
     return compiled(decode._combine_kernel, constants, capability, types, **options)

@@ -675,7 +675,6 @@ def test_compiled_for_hopper():
         dict(kernel="join", recent=True),
         dict(kernel="join", recent=True, learnt=True, together=16),
         dict(kernel="join", together=16, recent=True),
-        dict(kernel="join", rotated=True, recent=True, latent=True),
         dict(kernel="past"),
         dict(kernel="past", tokens=256, **three),
         dict(kernel="join_past"),

@@ -4,10 +4,9 @@ attention to the stored codes (on a GPU every fourth call that only decodes). Pr
 object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a process of its
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
 firsts_short, at_once, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
-exact_shared, exact_latents, latents, latents_recent, latents_drafts, learnt, sizes, shared,
-states, offload, offload_codes, offload_cut, drafts, drafts_recent,
-drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts,
-graphs_firsts, graphs_ragged, graphs_trellis, graphs_latents, each of which is a function here.
+exact_shared, learnt, sizes, shared, states, offload, offload_codes, offload_cut, drafts,
+drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts,
+graphs_firsts, graphs_ragged, graphs_trellis, each of which is a function here.
 On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
 name, in bf16."""
 
@@ -67,7 +66,6 @@ seen = dict(
     sliding=0,
     learnt=0,
     shared=0,
-    latents=0,
     split=0,
     centred=0,
     worst=0.0,
@@ -151,31 +149,14 @@ def gemma_4(folder, layers=5, shared=0):
 
 
 def deepseek(folder):
-    """Latents of 512 channels and rotary parts of 64, which all heads share; heads as the real
-    model's, since vLLM 0.26 reads prompts with no others on a GPU, and its RoPE, since vLLM's
-    kernel for a processor rotates plain one's tokens by chance."""
-    torch.manual_seed(0)
-    sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=4, initializer_range=0.1)
+    "Latents of 512 channels and rotary parts of 64, which all heads share."
+    sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=4)
     del sizes["head_dim"]
     latents = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
-    yarn = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, beta_fast=32, beta_slow=1)
-    yarn |= dict(original_max_position_embeddings=1024, mscale=0.7, mscale_all_dim=0.7)
-    model = transformers.DeepseekV2ForCausalLM(
-        transformers.DeepseekV2Config(
-            **sizes,
-            **latents,
-            q_lora_rank=None,
-            rope_parameters=yarn,
-            first_k_dense_replace=3,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            n_shared_experts=1,
-            tie_word_embeddings=False,
-        )
-    ).float()
-    model.lm_head.weight.data *= 4 if CUDA else 16  # bfloat16 rounds them as they grow
-    model.save_pretrained(folder)
+    config = transformers.DeepseekV2Config(
+        **sizes, **latents, q_lora_rank=None, first_k_dense_replace=3
+    )
+    transformers.DeepseekV2ForCausalLM(config).float().save_pretrained(folder)
     return str(folder)
 
 
@@ -250,7 +231,6 @@ def watch():
     from turboquant_nb.quant.quantizer import Coded, decode
     from turboquant_nb.serving import vllm_pages as ours
     from turboquant_nb.serving.vllm import Impl
-    from turboquant_nb.serving.vllm_latents import CodedLatents
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def origins(table, lengths, starts, slots, block, sinks, find=ours.sink_origins):
@@ -300,8 +280,6 @@ def watch():
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
         seen["learnt"] += self.logits is not None
-        latent = isinstance(self.layer, CodedLatents)
-        seen["latents"] += latent
         seen["split"] += (ours.PageBackend.pages.tokens if ours.PageBackend.pages else n) > n
         window, sinks, (key, value) = (
             self.config.recent,
@@ -333,13 +311,7 @@ def watch():
                 coded[:, :sinks] = exact[:, : min(sinks, past)].float()
                 sides.append(torch.cat([coded, exact[:, past:].float()], 1).double())
             seen["firsts"] += min(sinks, past)
-            if latent:
-                weight = layer.kv_b_proj.weight.detach().double()  # as it was loaded
-                each = weight.unflatten(0, (self.num_heads, -1)) @ sides[0].mT
-                keys, values = each.mT.split((self.layer.d_query - 64, self.layer.d_out), -1)
-                sides = torch.cat((keys, sides[1].expand(len(keys), -1, -1)), -1), values
-            else:
-                sides = [x.repeat_interleave(group, 0) for x in sides]
+            sides = [x.repeat_interleave(group, 0) for x in sides]
             scores = (
                 query[a:b].view(b - a, self.num_heads, -1).transpose(0, 1).double()
                 @ sides[0].mT
@@ -661,49 +633,6 @@ def shared(folder):
     return sizes(folder, gemma_4_shared)
 
 
-K3V4 = dict(key=dict(bits=3), value=dict(bits=4))  # of latents and rotary parts
-
-
-def latents(folder, **of):
-    """Codes of latents, in chunks of 64, with prefix hits, and four requests in too few blocks,
-    which are thrown out and computed again."""
-    path = deepseek(folder / "deepseek")
-    llm, prompts = engine(path, 10, of=dict(recipe=K3V4) | of), random_prompts(130, 75, 200)
-    prompts += [prompts[0] + prompts[1][:20], prompts[2][:150]]
-    cached = []
-    for batch in (prompts[:3], prompts[3:]):
-        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(12))]
-    few = [*(prompts[i][:60] for i in (0, 1, 2)), prompts[2][100:160]]
-    generate(llm, few, sampled(80 if CUDA else 150))
-    return dict(cached=cached)
-
-
-def latents_recent(folder):
-    "The same with 24 exact recent and 4 exact first tokens."
-    path = deepseek(folder / "deepseek")
-    llm = engine(path, 400, of=dict(recipe=K3V4, recent=24, sinks=4))
-    prompts, cached = random_prompts(130, 75, 200), []
-    for batch in (prompts, [prompts[0] + prompts[1][:20], prompts[2][:150], prompts[0][:3]]):
-        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(40))]
-    return dict(cached=cached)
-
-
-def latents_drafts(folder):
-    "Latents with drafts, of prompts that repeat themselves, and 24 exact recent tokens."
-    path = deepseek(folder / "deepseek")
-    how = dict(method="ngram", num_speculative_tokens=3)
-    how |= dict(prompt_lookup_max=3, prompt_lookup_min=1)
-    llm = engine(path, 200, of=dict(recipe=K3V4, recent=24, sinks=0), speculative_config=how)
-    a, b = random_prompts(20, 30)
-    generate(llm, [a * 7, b * 5, a + b + a], sampled(100))
-    return {}
-
-
-def exact_latents(folder):
-    "All tokens of latents are read exactly: the tokens of the dense model."
-    return exact(folder, deepseek)
-
-
 def learnt(folder):
     "Codes with learnt logits, 24 recent and 4 first tokens, in chunks, with a prefix hit."
     of = dict(recent=24, sinks=4, means=False)
@@ -882,11 +811,7 @@ def refuse(folder):
                 spec_name="TieringOffloadingSpec", secondary_tiers=[dict(type="example")]
             )
         ),
-        latents=dict(
-            folder=deepseek(folder / "deepseek"),
-            of=dict(recipe="k1v1", calibration=other),
-            kv_transfer_config=offloading(),
-        ),
+        latents=dict(folder=deepseek(folder / "deepseek")),
         drafts=dict(
             speculative_config=dict(
                 method="ngram", num_speculative_tokens=16, prompt_lookup_max=3
@@ -1081,8 +1006,7 @@ def in_worker():
     "What a process of two does first: compare each call, and write what it has seen."
     if multiprocessing.parent_process() is None:
         return
-    from turboquant_nb.serving.vllm import Impl
-    from turboquant_nb.serving.vllm_latents import register
+    from turboquant_nb.serving.vllm import Impl, register
 
     torch.set_num_threads(1)
     register()
@@ -1099,10 +1023,10 @@ def in_worker():
     Impl.forward = written
 
 
-def graphs(folder, of=None, speculative=None, make=llama):
+def graphs(folder, of=None, speculative=None):
     "On a GPU: steps that decode, replayed from graphs, against the same engine without graphs."
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
-    path, (a, b), out = make(folder / make.__name__), random_prompts(20, 30), []
+    path, (a, b), out = llama(folder / "llama"), random_prompts(20, 30), []
     prompts = [a * 7, b * 5, a + b + a, b[:7], *random_prompts(*range(3, 135, 3), seed=6)]
     for how in (
         dict(),
@@ -1164,11 +1088,6 @@ def graphs_firsts(folder):
 def graphs_trellis(folder):
     "The same with codes of a trellis."
     return graphs(folder, dict(recipe="k2v2-trellis", recent=24, sinks=4))
-
-
-def graphs_latents(folder):
-    "The same of latents, with 24 exact recent and 4 exact first tokens."
-    return graphs(folder, dict(recipe=K3V4, recent=24, sinks=4), make=deepseek)
 
 
 def graphs_ragged(folder):
@@ -1248,10 +1167,8 @@ TIE = 0.5 if CUDA else 0.1  # nats between the two likeliest tokens
 def main(folder, parts):
     torch.set_num_threads(1)
     import vllm
-    from turboquant_nb.serving.vllm_latents import register
+    from turboquant_nb.serving.vllm import register
 
-    if not CUDA:  # else vLLM's blocks of latents have 16 tokens, and no chunks
-        torch.cpu._is_amx_tile_supported = lambda: True
     if parts[0] != "dense":
         register()
     if not parts[0].startswith(

@@ -218,35 +218,6 @@ def test_all_tokens_recent(tmp_path):
     assert seen["decided"] > 30 and not seen["wrong"], seen
 
 
-@pytest.mark.parametrize("part", ("latents", "latents_recent"))
-def test_latents(part, tmp_path):
-    """Multi-head latent attention (DeepSeek-V2): each output of each layer is attention of all
-    heads, in fp64, to keys and values of the latents' codes and of exact ones: in chunks, with
-    prefix hits, after preemption; with 24 recent and 4 first tokens, too."""
-    seen = run(tmp_path, part)
-    assert seen["worst"] < 1e-5 and not seen["miscoded"], seen
-    assert seen["latents"] == seen["calls"] > 200 and seen["cached"][3] == 128, seen
-    assert seen["chunks_with_past"] > 5 and seen["decodes"] > 500 and seen["grouped"], seen
-    if part == "latents":
-        assert seen["preempted"] > 0 and seen["cached"][4] == 128, seen
-    else:
-        assert seen["recent"] == seen["calls"] and seen["firsts"] > 1000, seen
-
-
-def test_drafts_of_latents(tmp_path):
-    "The same where the engine verifies drafts, with 24 exact recent tokens."
-    seen = run(tmp_path, "latents_drafts")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"], seen
-    assert seen["drafted"] + seen["grouped"] > 5 and seen["latents"] == seen["calls"], seen
-
-
-def test_all_latents_recent(tmp_path):
-    "A window as wide as the context gives the tokens of transformers' model."
-    seen = run(tmp_path, "exact_latents")
-    assert seen["worst"] < 1e-5 and seen["recent"] == seen["latents"] == seen["calls"], seen
-    assert seen["decided"] > 30 and not seen["wrong"], seen
-
-
 @pytest.mark.parametrize(
     "part,sliding",
     dict(
@@ -419,12 +390,7 @@ def test_refused(tmp_path):
     assert (
         "the calibration is of another model: it has layers 3, not 2" in refused["calibration"]
     )
-    for why in (
-        "latents with a KV connector",
-        "a calibration, which knows no latents",
-        "latents: codes must have 2 to 4 bits and one table for all channels",
-    ):
-        assert why in refused["latents"], refused["latents"]
+    assert "MLA" in refused["latents"], refused["latents"]
 
 
 def test_serve_answers(tmp_path):
@@ -449,8 +415,7 @@ def test_serve_answers(tmp_path):
         (
             "turboquant-nb-tree",
             "0",
-            "[vllm.general_plugins]\nturboquant_nb = "
-            "turboquant_nb.serving.vllm_latents:register\n",
+            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n",
         ),
         ("vllm", f"{version}+cpu", ""),
     ):

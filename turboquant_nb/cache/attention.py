@@ -240,13 +240,6 @@ class Blocks:
             return code.decode(coded), None
         return code.levels(coded.codes), coded.scale.float()
 
-    def at(self, store: KVStore, side: str, positions: Tensor) -> tuple:
-        "The same of single positions [B, n], of codes that keep nothing but symbols."
-        store.complete()
-        part = getattr(store, side)
-        coded = part.memory.read_at(positions - store.offset)
-        return part.q.code.levels(coded.codes), coded.scale.float()
-
     def product(self, x: Tensor, y: Tensor) -> Tensor:
         "x [.., rows, n] fp32 times y [.., n, m], what `vectors` gave or its transpose: fp32."
         return x @ y
@@ -314,31 +307,11 @@ class _Sight:
         since = (at - self.recent + 1).clamp(min=since)
         return self._rows(store.ranges.is_exact(positions, sinks, since))
 
-    def shown(self, end: int) -> Tensor | None:
-        """Positions [B, K] below `end` that the mask shows to one query, where these are a
-        quarter of all at most, and single codes can be read; None: all are read."""
-        store, parts = self.store, self.store.parts
-        if self.mask is None or self.tokens > 1 or store.clock.by_device:
-            return None
-        if store.key.q.centre.rotates or torch.compiler.is_compiling():
-            return None
-        if any(x.q.code.extras or x.memory.truncated_tiles for x in parts):
-            return None
-        seen = self.mask.any(1)[:, 0, : end - self.first]
-        most = int(seen.sum(-1).max()) if seen.numel() else 0  # a GPU is waited for here
-        if not most or 4 * most > seen.shape[1]:
-            return None
-        at = seen.int().topk(most).indices.sort(-1).values + self.first
-        return at.expand(store.batch, -1)
-
 
 def _coded_blocks(sight: _Sight, blocks: Blocks, size: int, end: int):
     """Coded tokens below `end`, so many at a time: (positions [B|1, T], what `blocks` read of
     each side, angles [B, 1, T, r] of these positions where a mean rotates, else None)."""
     store, sides = sight.store, ("key", "value")
-    if (shown := sight.shown(end)) is not None:
-        yield shown, {x: blocks.at(store, x, shown) for x in sides}, None
-        return
     rotates = store.key.q.centre.rotates
     for lo in range(sight.begin, end, size):
         hi = min(lo + size, end)

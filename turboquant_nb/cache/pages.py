@@ -109,10 +109,6 @@ class CellLayout:
         "Bytes of a token of one head: (d_key key_bits + d_value value_bits) / 8 + 4."
         return (self.d_key * self.key_bits + self.d_value * self.value_bits) // 8 + 4
 
-    def sizes(self, latent: bool) -> tuple:  # (channels of a query, of an output)
-        "Of attention by a latent rule, or not: see `Rule.sizes`."
-        return (self.d_key + self.d_value, self.d_key) if latent else (self.d_key, self.d_value)
-
     @property
     def nbytes(self) -> int:
         "Bytes of a cell."
@@ -285,18 +281,16 @@ def attend_cells(
     requests: Requests,
     starts: Tensor,  # [B + 1] first query of each request, and the end
     exact: Exact | None = None,  # None: the codes of all tokens are read
-    rule: Rule = Rule(),  # of which all but causality and backend counts
+    rule: Rule = Rule(),  # of which all but causality, latents and backend counts
 ) -> tuple:  # (output [T, Hq, d_value] in q's dtype, log-sum-exp [T, Hq] fp32)
     """Attention to cells: slow and obvious. Requests of length 0 and queries of nobody give 0
-    and -inf, or the logit. By a latent rule keys are latents, values their rotary parts:
-    queries have the channels of both, outputs those of latents."""
+    and -inf, or the logit."""
     cell, (k, v, recent) = codes.cell, exact or Exact()
-    d_query, d_out = cell.sizes(rule.latent)
-    checks.shape(checks.floats(q, "q"), "q", "tokens", "heads", d_query)
+    checks.shape(checks.floats(q, "q"), "q", "tokens", "heads", cell.d_key)
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
     out, lse = (
-        q.new_zeros(*q.shape[:2], d_out),
+        q.new_zeros(*q.shape[:2], cell.d_value),
         torch.full(q.shape[:2], -torch.inf, device=q.device),
     )
     by_head = lambda states: [x.transpose(0, 1).float() for x in states]
@@ -325,8 +319,6 @@ def attend_cells(
         gone = max(0, length - (hi - lo) - (rule.sliding_window or length) + 1)
         for x in dense:
             x[:, :gone] = 0
-        if rule.latent:
-            dense = torch.cat(dense, -1), dense[0]
         o, s = dense_attention(
             q[lo:hi].transpose(0, 1)[None], *(x[None] for x in dense), **scores
         )

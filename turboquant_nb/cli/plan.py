@@ -261,8 +261,7 @@ def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
     for layer in info.coded:
         heads, *sizes = sizes_of(layer, info.config.model_type)
         held = tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
-        each = heads * sum(sizes) + (layer.index_size or 0)
-        total += each * held * itemsize * batch
+        total += heads * sum(sizes) * held * itemsize * batch
     return total
 
 # %% ../../nbs/reference/87h_cli_plan.ipynb #c3056487

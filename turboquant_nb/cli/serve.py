@@ -60,7 +60,8 @@ def cache_size(
     keys and values do not count. Raises ValueError for a model that is not served, and for
     first tokens that find no room."""
     layers = models.ModelInfo(config).coded
-    layers = [x.as_latents() if x.latent else x for x in layers]
+    if any(x.latent for x in layers):
+        raise ValueError(f"turboquant_nb does not serve {refusals.LATENTS}")
     heads = [max(1, x.heads // gpus) * gpus for x in layers]
     sizes = [
         h * serving.bytes_per_token(x.key_size, x.value_size) for x, h in zip(layers, heads)

@@ -14,7 +14,6 @@ from fastcore.basics import patch
 from ..files import Saved
 from .cache import TurboQuantCache
 from .layer import TurboQuantLayer
-from .latents import IndexKeys
 from turboquant_nb.hf.model_info import (
     _recipes_from_json,
     _recipes_to_json,
@@ -47,7 +46,7 @@ def header_of(cache: TurboQuantCache) -> dict:
         about["weights"] = whose
     if kept := [vars(m)[name] for m, name in left_behind(cache._model())]:
         about["outside"] = [x.tolist() if isinstance(x, torch.Tensor) else x for x in kept]
-    return about | ({"indices": cache.info.indices} if cache.info.indices else {})
+    return about
 
 
 @patch
@@ -62,7 +61,6 @@ def states(
     self.check()
     for layer in self.layers:
         layer.make_growing()  # where a graph replays steps, which no file knows of
-        layer.unshare()
     return [state_of(layer.store) for layer in self.coded_layers], header_of(self)
 
 
@@ -134,8 +132,7 @@ def _check_layer(cache: TurboQuantCache, layer: TurboQuantLayer, store: KVStore)
     have = dict(zip(("key_size", "value_size"), (part.q.d for part in store.parts)))
     want = {} if info.sized_by else {name: getattr(info, name) for name in have}
     want = {name: size for name, size in want.items() if size is not None}
-    same = ("batch", "length") + ("dtype",) * (not isinstance(layer, IndexKeys))
-    for name in same:  # models compute keys of an index in fp32, too
+    for name in ("batch", "length", "dtype"):
         have[name], want[name] = getattr(store, name), getattr(first, name)
     have["start"], want["start"] = store.start.tolist(), first.start.tolist()
     rope = layer.inv_freq is not None
@@ -168,8 +165,7 @@ def from_states(
         raise ValueError(f"{path} holds a single store, not a cache; read it with KVStore.load")
     stores, facts = header.whole("layers", 1, 2**16), Saved.of(header["facts"], "facts")
     recipes = _recipes_from_json(header["recipe"])
-    own = stores - (header.whole("indices") if "indices" in header else 0)
-    have = f"a {header['model_type']} with {own} layers"
+    have = f"a {header['model_type']} with {stores} layers"
     want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import ops, prefix
+from ..kernels import ops
 from ..cache.attention import Answer, Call, Rule, dense_attention, with_sinks
 from .cache import TurboQuantCache
 from .layer import NAME, CodedStates
@@ -44,9 +44,6 @@ def _window_of(mask_function):
         return 0
 
 
-_SELECTS = "the model selects tokens by its mask"
-
-
 def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     """Why a mask must be made for n tokens; empty if the ranges of the store say all of it.
     Changes nothing: the cache has heard the mask already."""
@@ -55,8 +52,6 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
     past = layer.held
     if not layer.clock.fixed and any(x.held != past for x in cache.coded_layers):
         raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
-    if cache.info.indices:
-        return _SELECTS
     sliding_window, mine = _window_of(mask_function), layer.sliding_window
     if sliding_window == 0:
         return "a mask function of the model's own"
@@ -185,7 +180,7 @@ def _prefill(call: AttentionCall) -> Tensor:
     query, layer, k, v = call.query, call.key.layer, call.key.chunk, call.value.chunk
     if call.key.expansion is not None:
         k, v = call.key.own(k, v)
-    if call.key.drafts and _in_order(call):
+    if call.key.drafts and call.mask is None:
         return _prefill_and_drafts(call)
     layer.calls["prefill"] += 1
     call = _within(call, k.shape[2])
@@ -210,11 +205,6 @@ def _prefill(call: AttentionCall) -> Tensor:
             part = part._replace(bias=bias[rows, :, asks:, s:])
         out[rows, :, asks:] = exact_attention(part, layer.sliding_window)
     return out
-
-
-def _in_order(call: AttentionCall) -> bool:
-    "Whether tokens of a chunk come one after the other: a caller's mask may make them a tree."
-    return call.mask is None or call.key.layer.mask_reason == _SELECTS
 
 
 def _within(call: AttentionCall, length: int) -> AttentionCall:
@@ -278,7 +268,7 @@ def _by_codes(call: AttentionCall) -> Tensor:
     _, query, key, value, mask, *_, bias = call
     layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
     recent, demanded, first = None, layer.backend, None
-    if (mask is None or _in_order(call)) and layer.serves_steps(k.shape[2]):
+    if mask is None and layer.serves_steps(k.shape[2]):
         k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
     if key.expansion is not None:
         k, v = torch.cat([k, v], -1), k
@@ -290,8 +280,6 @@ def _by_codes(call: AttentionCall) -> Tensor:
     ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
     rule, lse = _rule(layer, call, ask), call.sink is not None
     ours = Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
-    if layer.prefix is not None:
-        return _after_prefix(call, ours)
     if layer.by_device:
         answer = layer.captured.attend(ours)
         if call.sink is None:
@@ -322,27 +310,6 @@ def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
         if name == "gather" or why == ops.launch.device_reason(layer.store, False):
             _say_fallback(name, why)
     return name, answer
-
-
-def _after_prefix(call: AttentionCall, ours: Call) -> Tensor:
-    "Attention to tokens that rows share, and to those of each row."
-    layer = call.key.layer
-    own, past = layer.prefix.apart(ours)
-    if layer.by_device:
-        answer = layer.captured.attend(own)
-        past = layer.captured.attend_prefix(past)
-        answer = layer.prefix.join(answer, past, call.sink is not None)
-        if call.sink is None:
-            return answer.out
-        return with_sinks(*answer, call.sink, need_lse=False).out
-    before = ops.select_backend(past)
-    layer.backends[before.backend] += 1
-    if before.why:
-        layer.reasons[f"shared tokens: {before.why}"] += 1
-    name, answer = _attended(layer, own)
-    past = prefix.attend(past, before.backend)
-    answer = layer.prefix.join(answer, past, call.sink is not None)
-    return _served(call, name, answer)
 
 
 def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:

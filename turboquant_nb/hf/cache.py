@@ -200,7 +200,6 @@ class TurboQuantCache(Cache):
 
     make_runner = _EagerSteps
     make_mask = None  # for attention on codes: `hf.attention` has it
-    make_indexed = None  # for layers that select tokens: `hf.latents` has it
 
     def __init__(
         self,
@@ -238,8 +237,6 @@ class TurboQuantCache(Cache):
             if isinstance(layers[x.index], LinearAttentionLayer):
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
-            if x.index_size is not None:
-                kind = self.make_indexed
             clock = DeviceClock if static else HostClock
             layers[x.index] = kind(p.recipe, x, self.reader, max_length, backend, clock)
         super().__init__(layers=layers)
@@ -359,18 +356,6 @@ class TurboQuantCache(Cache):
         finally:
             for x in groups:
                 x.store.clock.known = False
-
-    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        "Keys [B, n, d] by which a layer selects tokens: coded; all that it holds is returned."
-        if torch.compiler.is_compiling():
-            return eagerly(self.update_indexer, indexer_key_states, layer_idx)
-        kind = indexer_key_states.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):  # as in `update`
-            with torch.autocast(kind, enabled=False):
-                return self.update_indexer(indexer_key_states, layer_idx)
-        if not hasattr(self.layers[layer_idx], "update_indexer"):
-            raise ValueError(f"layer {layer_idx} of this cache keeps no keys of an index")
-        return self.layers[layer_idx].update_indexer(indexer_key_states)
 
     def _begin_pass(self) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."

@@ -15,11 +15,9 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from .. import checks
-from ..cache.exact import commit
 from ..cache.store import _crop_together, rearrange
 from .cache import _Flags, TurboQuantCache
 from .layer import MARGIN, TurboQuantLayer
-from ..kernels import prefix
 
 # %% ../../nbs/51b_edits.ipynb #bef88f44
 @patch
@@ -31,8 +29,6 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         raise ValueError(f"crop takes a negative number of tokens to remove, got {-n}")
     if not self.is_initialized or not n:
         return
-    if self.prefix is not None and n >= self.store.length:
-        self.unshare()
     if self.clock.fixed:
         self.tail = self.store.crop(n, self.tail)
         return
@@ -115,10 +111,10 @@ def activate_past_recording(self: TurboQuantCache) -> None:
 
 # %% ../../nbs/51b_edits.ipynb #0d18cb0e
 @patch
-def rows_changed(self: TurboQuantLayer, starts: tuple, shared=None) -> None:
-    """Note where the rows begin that there are now, and what they share. Of what was kept for
-    the last chunk, nothing fits them."""
-    self.starts, self.tail, self.prefix = starts, None, shared
+def rows_changed(self: TurboQuantLayer, starts: tuple) -> None:
+    """Note where the rows begin that there are now. Of what was kept for the last chunk,
+    nothing fits them."""
+    self.starts, self.tail = starts, None
 
 
 @patch
@@ -126,12 +122,9 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
     if self.is_initialized:
-        shared = self.prefix and self.prefix.choose(len(index), order)
-        if shared is None:  # they do not lie together by what they share
-            self.unshare()
         rows = index.to(self.store.device)
         starts = tuple(self.starts[i] for i in order or [0] * len(index))
-        then = partial(self.rows_changed, starts, shared)
+        then = partial(self.rows_changed, starts)
         rearrange(self.store, lambda x: x[rows], len(index), then)
 
 
@@ -145,54 +138,14 @@ def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
 
 
 @patch
-def why_copies(self: TurboQuantLayer, times: int, pays: bool = True) -> str:
-    """Why rows that are repeated so often get copies of what is held; empty if they share it,
-    where that `pays` or always."""
-    if self.is_sliding:
-        return "a sliding layer frees tokens"
-    if self.latent or not self.shares:
-        return "latents and keys of an index have copies"
-    if not self.on_codes:
-        return "the model reads decoded keys"
-    if not pays:
-        return prefix.refuses(self.store, times)
-    queries = times * self.info.query_heads // self.info.heads
-    return prefix.refuses(self.store, times) or prefix.costs(self.store, times, queries)
-
-
-@patch
-def batch_repeat_interleave(self: TurboQuantLayer, repeats: int, pays: bool = True) -> None:
-    """Repeat every row, neighbours together. What rows then have in common is held once, where
-    that `pays` or wherever it can be; `unshared` says why not."""
+def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
+    "Repeat every row, neighbours together."
     if self.is_initialized:
         self.make_growing()
-        repeats, shared = checks.whole(repeats, "times", 1), self.prefix
-        starts = tuple(x for x in self.starts for _ in range(repeats))
-        why = "" if shared is not None else self.why_copies(repeats, pays)
-        if shared is None and not why:
-            shared, store = prefix.share(self.store, repeats)
-
-            def change():
-                self.store = store
-                self.rows_changed(starts, shared)
-
-            return commit(change)
-        then = partial(self.rows_changed, starts, shared and shared.repeated(repeats))
+        repeats = checks.whole(repeats, "times", 1)
+        then = partial(self.rows_changed, tuple(x for x in self.starts for _ in range(repeats)))
         many = lambda x: x.repeat_interleave(repeats, 0)
         rearrange(self.store, many, self.store.batch * repeats, then)
-        self.unshared = why or self.unshared
-
-
-@patch
-def share(self: TurboQuantCache, times: int) -> None:
-    """Repeat every row so often, and hold what rows have in common once wherever that can be:
-    the least memory, though steps of few rows may take longer than on copies, which
-    `batch_repeat_interleave` makes where these are faster. See `report()["shared"]`."""
-    for x in self.layers:
-        for group in getattr(x, "groups", ()):
-            group.batch_repeat_interleave(times, False)
-        if not hasattr(x, "groups"):
-            x.batch_repeat_interleave(times)
 
 
 TurboQuantLayer.reorder_cache = TurboQuantLayer.batch_select_indices
@@ -217,8 +170,7 @@ def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
     the others have these rows, too; where they cannot, or states are recurrent, the cache is
     empty then."""
     _check_rows(beam_idx, [x.store.batch for x in self.coded_layers if x.is_initialized])
-    shares = lambda x: x.prefix is not None and x.prefix.store.batch > 1
-    padded = any(len(set(x.starts or ())) > 1 or shares(x) for x in self.coded_layers)
+    padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
     before = [(x, x.starts) for x in self.coded_layers if x.is_initialized]
     try:
@@ -268,7 +220,6 @@ def offload(self: TurboQuantLayer) -> None:
     "Move the codes to the CPU."
     if self.is_initialized:
         self.make_growing()
-        self.unshare()
         self.store.to("cpu")
 
 

@@ -19,7 +19,7 @@ from ..cache.clock import CAPTURE, DeviceClock, flags_of
 from ..cache.exact import _plain
 from ..cache.store import KVStore
 from .layer import CodedStates, TurboQuantLayer
-from ..kernels import ops, prefix
+from ..kernels import ops
 from ..kernels.encode_launch import prepare
 
 # %% ../../nbs/53_graphs.ipynb #8c645051
@@ -93,13 +93,6 @@ class CapturedSteps:
             call = call._replace(mask=call.mask & (places >= start[:, None, None, None]))
         few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
         return ops.serve(call, self.backends["attention"].backend if few else "torch")
-
-    def attend_prefix(self, call: Call) -> Answer:
-        "To tokens that rows share: by what can be replayed."
-        found = ops.select_backend(call)
-        name = found.backend if ops.BACKENDS[found.backend].recorded else "torch"
-        self.backends["shared tokens"] = found._replace(backend=name)
-        return prefix.attend(call, name)
 
 
 TurboQuantLayer.make_captured = CapturedSteps

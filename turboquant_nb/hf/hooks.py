@@ -173,16 +173,13 @@ def as_interface(
         **kwargs,
     ):
         mask = bias = None
+        if indices is not None:
+            raise ValueError("a model that selects tokens by an index cannot be served")
         if attention_mask is not None:
             split = split_mask if takes_bias else lambda x: (as_bool(x), None)
             mask, bias = split(attention_mask)
         if takes_bias and position_bias is not None:
             bias = position_bias if bias is None else bias + position_bias
-        if indices is not None:  # [B, n, k] of the tokens that a query sees: an indexed layer
-            shape = len(query), 1, query.shape[2], key.shape[2]
-            seen = torch.zeros(shape, dtype=torch.bool, device=query.device)
-            seen = seen.scatter(-1, indices[:, None].long(), True)
-            mask = seen if mask is None else mask & seen
         rest = scaling, softcap, s_aux, dropout, bias
         call = AttentionCall(module, query, key, value, mask, *rest)
         return attend(call).transpose(1, 2).contiguous(), None

@@ -186,9 +186,6 @@ class TurboQuantLayer(CacheLayerMixin):
 
     is_croppable, is_compileable, supports_early_init = True, False, False
     only_codes = True  # whether it keeps nothing else
-    # tokens before those of the store, held once for several rows; why there are none
-    prefix, unshared = None, ""
-    shares = True  # whether rows may hold tokens together
 
     def __init__(
         self,
@@ -249,17 +246,7 @@ class TurboQuantLayer(CacheLayerMixin):
     @property
     def length(self) -> int:
         "The same as the host counts it, which waits for nothing."
-        return self.shared + self.store.length if self.is_initialized else 0
-
-    @property
-    def shared(self) -> int:
-        "Tokens of a row that are held once for several rows, before those of the store."
-        return 0 if self.prefix is None else self.prefix.tokens
-
-    @property
-    def room(self) -> int | None:
-        "Most tokens that the store holds; None if it grows."
-        return self.max_length and self.max_length - self.shared
+        return self.store.length if self.is_initialized else 0
 
     @property
     def first(self) -> int:
@@ -307,8 +294,6 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.by_device:
             return self.captured.append(self, *states)
         on_codes, first = self.on_codes if on_codes is None else on_codes, self.first
-        if not on_codes:
-            self.unshare()
         if on_codes and self._append_again(*states):
             return CodedStates.pair(self, states, first)
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
@@ -466,14 +451,7 @@ class TurboQuantLayer(CacheLayerMixin):
         rows again; what was captured on it must not be replayed any more."""
         if self.is_initialized and self.store.clock.fixed and not self.clock.fixed:
             self.store = copy.copy(self.store)
-            self.store.clock, self.store.max_length = HostClock(), self.room
-
-    def unshare(self) -> None:
-        "Hold shared tokens in every row, for what takes one store alone."
-        if self.prefix is not None:
-            self.make_growing()
-            self.store, self.prefix = self.prefix.joined(self.store), None
-            self.tail = None
+            self.store.clock, self.store.max_length = HostClock(), self.max_length
 
     def reset(self) -> None:
         """Forget everything; the next update builds a new store, or fills the same tensors
@@ -482,8 +460,8 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.crop(self.held)
         else:
             self.store, self.is_initialized = None, False
-        self.starts = self.tail = self.prefix = None
-        self.mask_reason, self.patience, self.unshared = "", 0, ""
+        self.starts = self.tail = None
+        self.mask_reason, self.patience = "", 0
 
     def get_seq_length(self) -> int | Tensor:
         "Tokens seen so far, freed ones included; a tensor where the device counts."
@@ -552,9 +530,9 @@ class MixedLayer(TurboQuantLayer, LinearAttentionLayer):
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self.reorder_cache(rows)
 
-    def batch_repeat_interleave(self, repeats: int, pays: bool = True) -> None:
+    def batch_repeat_interleave(self, repeats: int) -> None:
         "Repeat every row, neighbours together; see `TurboQuantLayer`."
         if self.is_initialized:
             rows = torch.arange(self.store.batch).repeat_interleave(repeats)
             LinearAttentionLayer.reorder_cache(self, rows)
-        TurboQuantLayer.batch_repeat_interleave(self, repeats, pays)
+        TurboQuantLayer.batch_repeat_interleave(self, repeats)

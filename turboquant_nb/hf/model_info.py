@@ -54,11 +54,9 @@ def _text_config(model_or_config):
     return text
 
 
-_INDEXED = "DynamicIndexedLayer"  # keeps keys by which tokens are selected, too
 _CODED = (  # transformers' own layers with keys and values; two keep a recurrent state as well
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
-    _INDEXED,
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
@@ -75,19 +73,14 @@ def _own_layers(config) -> list:
             f"{config.model_type} has layers of kind {kind}, which cannot be served: {only}"
         ) from None
     for i, layer in enumerate(layers):
-        if (kind := type(layer).__name__) not in (
-            *_CODED,
-            "LinearAttentionLayer",
-            "DummyLayer",
-        ):
+        kind = type(layer).__name__
+        if kind == "DynamicIndexedLayer":
+            raise ValueError(
+                f"{config.model_type} selects the tokens that it attends to by keys of an index, "
+                "so it cannot be served"
+            )
+        if kind not in (*_CODED, "LinearAttentionLayer", "DummyLayer"):
             raise ValueError(f"layer {i} caches {kind}, which cannot be served: {only}")
-    indexed = any(type(x).__name__ == _INDEXED for x in layers)
-    code = _modeling(config) if indexed else None
-    if code is not None and "past_key_values.layers[" in inspect.getsource(code):
-        raise ValueError(
-            f"{config.model_type} looks into the layers of transformers' own cache for keys of "
-            "an index, so it cannot be served"
-        )
     if not any(map(_is_coded, layers)):
         raise ValueError(
             f"{config.model_type} has no layer whose keys and values could be coded"
@@ -214,7 +207,7 @@ class Reading(NamedTuple):
 
 # what attention on codes takes into account, besides the mask
 _HEEDED = {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux"}
-_HEEDED |= {"position_ids", "output_attentions", "position_bias", "indices", None}
+_HEEDED |= {"position_ids", "output_attentions", "position_bias", None}
 # the method by which attention makes keys and values of latents
 EXPAND = "expand_kv"
 _CARRIED = ("to", "shape", "dtype", "device")  # what a handle has of a tensor
@@ -388,7 +381,6 @@ class ModelInfo:
                 coded=coded and layer.coded,
                 sliding_window=window,
                 inv_freq=inv_freq,
-                index_size=layer.index_size if kind == _INDEXED else None,
             )
             for layer, (kind, coded, window), inv_freq in zip(
                 read, self._own, self.rope.by_layer
@@ -399,11 +391,6 @@ class ModelInfo:
     def coded(self) -> list:
         "The layers that keep keys and values."
         return [x for x in self.layers if x.coded]
-
-    @cached_property
-    def indices(self) -> int:
-        "How many of these select tokens by an index."
-        return sum(x.index_size is not None for x in self.coded)
 
     @cached_property
     def facts(self) -> dict:

@@ -18,7 +18,7 @@ class Report(dict):
     prefill (exact), kernel, codes (PyTorch, or a processor's kernel), chunk (long chunks, block
     by block), dense (the past was decoded for another attention; why, and the cure, stand in
     "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
-    in "graphs" instead. "shared" is what repeated rows hold together, or why not. "backends"
+    in "graphs" instead. "backends"
     names what attended on codes, "reasons" says why not a kernel; "coded" what coded."""
 
     def __str__(self):
@@ -29,18 +29,8 @@ class Report(dict):
         return (
             f"{r['tokens']:,} tokens x {r['batch']} in {r['layers']} layers: {r['nbytes']:,} "
             f"bytes, {r['bits_per_value']:.3f} bits per value\n"
-            f"{self.compared()} (bytes: {parts}){self.said_of_sharing()}"
+            f"{self.compared()} (bytes: {parts})"
             f"{r['graphs'].get('line', '')}"
-        )
-
-    def said_of_sharing(self) -> str:
-        "How many tokens rows hold together; empty where there are none."
-        r = self["shared"]
-        if not r.get("layers"):
-            return ""
-        return (
-            f"\n{r['tokens']:,} tokens of {r['times']} rows are held once, in {r['layers']} "
-            f"layers: {r['nbytes']:,} bytes"
         )
 
     def compared(self) -> str:
@@ -94,21 +84,6 @@ def _captured_by(layers: list) -> dict:
     return {what: sorted(answers) for what, answers in out.items()}
 
 
-def _shared(layers: list) -> dict:
-    "What rows hold together; empty where nobody repeated rows."
-    of = [x for x in layers if x.prefix is not None]
-    why = sorted({x.unshared for x in layers if x.unshared})
-    if not of:
-        return {"layers": 0, "why_not": why} if why else {}
-    return {
-        "layers": len(of),
-        "tokens": max(x.shared for x in of),
-        "times": of[0].prefix.times,
-        "nbytes": sum(x.prefix.store.nbytes for x in of),
-        "why_not": why,
-    }
-
-
 def report_of(
     cache,  # a TurboQuantCache
 ) -> Report:
@@ -116,13 +91,12 @@ def report_of(
     included), per value that an uncompressed cache of this model would hold."""
     layers = [x for x in cache.coded_layers if x.store is not None]
     stores = [x.store for x in layers]
-    held_once = [x.prefix.store for x in layers if x.prefix is not None]
     parts = Counter()
     tails = [0 if x.tail is None else x.tail.nbytes for x in layers]
-    for s in (*stores, *held_once):
+    for s in stores:
         parts.update(bytes_by_kind(s))
     parts["exact"] += sum(tails)
-    tables = {t.data_ptr(): t.nbytes for s in (*stores, *held_once) for t in tables_of(s)}
+    tables = {t.data_ptr(): t.nbytes for s in stores for t in tables_of(s)}
     parts["tables"] = sum(tables.values())
     row = [s.batch * s.heads * (s.key.q.d + s.value.q.d) for s in stores]
     seen = [min(x.held, x.sliding_window - 1) if x.is_sliding else x.held for x in layers]
@@ -132,8 +106,7 @@ def report_of(
     for x in cache.coded_layers:
         by_layer[x.index] = by_layer.get(x.index, Counter()) + x.calls
     for x, s, tail in zip(layers, stores, tails):
-        once = 0 if x.prefix is None else x.prefix.store.nbytes
-        nbytes[x.index] = nbytes.get(x.index, 0) + s.nbytes + tail + once
+        nbytes[x.index] = nbytes.get(x.index, 0) + s.nbytes + tail
     count = lambda name: dict(sum((getattr(x, name) for x in cache.coded_layers), Counter()))
     return Report(
         tokens=layers[0].held if layers else 0,
@@ -146,7 +119,7 @@ def report_of(
         ratio_fp16=2 * values / total if values else 0.0,
         ratio_fp32=4 * values / total if values else 0.0,
         tile=stores[0].tile if stores else 0,
-        pays_from=None if held_once else _pays_from(layers, parts, values),
+        pays_from=_pays_from(layers, parts, values),
         per_layer=list(nbytes.values()),
         reading=str(cache.info.reading),
         served=count("calls"),
@@ -157,6 +130,5 @@ def report_of(
         coded=count("coded"),
         captured_by=_captured_by(layers),
         graphs=cache.runner.report(),
-        shared=_shared(layers),
         recipe=_recipes_to_json(cache.recipes),
     )

@@ -29,13 +29,11 @@ from ..quant.quantizer import Code, Coded
 # %% ../../nbs/43b_blocks.ipynb #43b0000b
 def half_asm(
     bits: int,  # 2, 3 or 4
-    pairs: bool = False,  # is a word of both quarters of one channel, not of two channels?
-    bare: bool = False,  # are 1152 left in each level?
 ) -> tuple:  # (PTX, constraints)
     """PTX that turns 4 bytes of each plane into fp16 levels of a pair of quarters. In:
     base-plane words of the lower and upper half of the channels, one word per further plane, by
     how many bits the pair is shifted (4 times, as packed bytes come), table's words plus 128 in
-    each byte (4 times each). Out: half x quarter x 2 words; of pairs half x 4 channels."""
+    each byte (4 times each). Out: half x quarter x 2 words."""
     planes, words = ["p", "r"][: bits - 2], {2: 1, 3: 2, 4: 4}[bits]
     table = [f"${12 + bits + 4 * i}" for i in range(words)]
     out = [
@@ -73,12 +71,10 @@ def half_asm(
                 out.append(f"lop3.b32 {to}, m, y, t, 0xCA;")
             out.append("shr.b32 s, s, 16;")
             # with 0x64 above it a byte is fp16 1024 plus the byte
-            orders = ("0x4140", "0x4342") if pairs else ("0x4240", "0x4341")
-            for i, order in enumerate(orders):
-                word = f"${4 * half + (2 * (to == 'y') + i if pairs else 2 * i + (to == 'y'))}"
+            for i, order in enumerate(("0x4240", "0x4341")):
+                word = f"${4 * half + 2 * i + (to == 'y')}"
                 out.append(f"prmt.b32 {word}, {to}, k, {order};")
-                if not bare:
-                    out.append(f"sub.rn.f16x2 {word}, {word}, z;")
+                out.append(f"sub.rn.f16x2 {word}, {word}, z;")
     return "\n".join([*out, "}"]), ",".join(["=&r"] * 8 + ["r"] * (bits + 4 + 4 * words))
 
 

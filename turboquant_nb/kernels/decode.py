@@ -486,7 +486,6 @@ def _scores(q, k):
 @triton.jit
 def _exact_tokens(
     q,
-    qr,
     b,
     h,
     bh,
@@ -501,17 +500,13 @@ def _exact_tokens(
     DP: tl.constexpr,
     DV: tl.constexpr,
     DVP: tl.constexpr,
-    DR: tl.constexpr,
-    DRP: tl.constexpr,
     R: tl.constexpr,
     EB: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
     """Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and
-    total [R], sum [R, DVP]. DR: channels of rotary parts, which stand where values do else;
-    keys are latents then, and values too. keys, values: sinks, recent tokens and chunk, with
-    its strides."""
+    total [R], sum [R, DVP]. keys, values: sinks, recent tokens and chunk, with its strides."""
     SK, WK, CK, ckb, ckh, ckn = keys
     SV, WV, CV, cvb, cvh, cvn = values
     _, offset, sinks, recent, _, chunk, _, sliding_window = tokens
@@ -529,19 +524,12 @@ def _exact_tokens(
         i = i0 + tl.arange(0, EB)
         pos, counts = _exact_where(i, start, tokens)
         k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, D, DP)
-        if DR > 0:
-            part = _exact_rows(SV, WV, ck + D, bh, i, counts, sinks, recent, ckn, DR, DRP)
-            v = _exact_rows(SK, WK, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
-        else:
-            v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
+        v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
         visible = (
             counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
         )
         visible = visible & ((pos[None, :] >= since[:, None]) | (pos < start + sinks)[None, :])
-        s = _scores(q, k)
-        if DR > 0:
-            s += _scores(qr, part)
-        m, total, acc = _attend_exactly(s, v, visible, m, total, acc, cap, CAPPED)
+        m, total, acc = _attend_exactly(_scores(q, k), v, visible, m, total, acc, cap, CAPPED)
     return m, total, acc
 
 # %% ../../nbs/41_decode.ipynb #faad4c72
@@ -562,7 +550,6 @@ def _combine_kernel(
     OUT,
     LSE,
     REST,
-    SHARE,
     QUERY,
     sb,
     sh,
@@ -613,12 +600,9 @@ def _combine_kernel(
     CAPPED: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
-    DR: tl.constexpr,
-    DRP: tl.constexpr,
 ):
     """R query rows of one KV head: exact tokens and splits, weighted by their sums. Rotated
-    parts go to REST unless FAST. Of latents, which have rotary parts of DR channels, SHARE gets
-    how much of the weights the codes have."""
+    parts go to REST unless FAST."""
     rows = group * n
     parts = (rows + R - 1) // R
     bh = tl.program_id(0) // parts
@@ -641,16 +625,10 @@ def _combine_kernel(
         d = tl.arange(0, DP)[None, :]
         here = _query_at(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
-        qr = q
-        if DR > 0:
-            f = tl.arange(0, DRP)[None, :]
-            qr = tl.load(here + D + f, mask=ok[:, None] & (f < DR), other=0.0)
-            qr = qr.to(tl.float32) * scaling
         keys, values = (SK, WK, CK, ckb, ckh, ckn), (SV, WV, CV, cvb, cvh, cvn)
         tokens = length, offset, sinks, recent, recent_from, chunk, own, sliding_window
         m, whole, near = _exact_tokens(
             q,
-            qr,
             b,
             h,
             bh.to(tl.int64),
@@ -665,15 +643,12 @@ def _combine_kernel(
             DP=DP,
             DV=DV,
             DVP=DVP,
-            DR=DR,
-            DRP=DRP,
             R=R,
             EB=EB,
             SLIDING=SLIDING,
             CAPPED=CAPPED,
         )
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
-    exact, before = whole, top
     first = (bh * blocks + r // Q).to(tl.int64) * splits
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -690,7 +665,3 @@ def _combine_kernel(
         tl.store(OUT + at, near / norm[:, None], mask=mask)
         tl.store(REST + at, far / norm[:, None], mask=mask)
     tl.store(LSE + row, lse, mask=ok)
-    if DR > 0:
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        kept = tl.where(before == float("-inf"), 0.0, exact * tl.exp2(before - safe))
-        tl.store(SHARE + row, (whole - kept) / norm, mask=ok)

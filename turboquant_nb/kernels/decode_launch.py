@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NUMBER_SLOTS', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'window_chain', 'CodeTables',
            'last_dim_dense', 'store_operands', 'call_numbers', 'padded_size', 'rotate', 'shared_arguments',
-           'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combined', 'combine', 'is_interpreted',
-           'plain_queries', 'portable_attention']
+           'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine', 'is_interpreted', 'plain_queries',
+           'portable_attention']
 
 # %% ../../nbs/41b_decode_launch.ipynb #41b00006
 import itertools
@@ -421,14 +421,14 @@ def exact_arguments(
     return exact | dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn), mixed
 
 
-def combined(
+def combine(
     x: DecodeOperands,
     s: DecodeSizes,
     shared: dict,
     parts: Parts,
     fast: bool = False,
     pdl: bool = False,
-) -> tuple:  # (output, what is to be rotated back and added, log-sum-exp, `Launch`, mixed?)
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
     at work."""
     q, shape = x.q, x.q.shape[:3]
@@ -451,7 +451,6 @@ def combined(
             OUT=out,
             LSE=lse,
             REST=rest,
-            SHARE=x.packed_lut,
             splits=splits,
             blocks=parts.blocks,
             Q=rows,
@@ -460,8 +459,6 @@ def combined(
             EB=each if few else 0,
             FAST=fast,
             PDL=pdl,
-            DR=0,
-            DRP=0,
         )
     )
     grid, options = (
@@ -470,14 +467,6 @@ def combined(
     )
     slots = _COMBINE_SLOTS if x.k is None else _COMBINE_SLOTS | dict(CK="k", CV="v")
     launch = _combine_launcher(grid, named, slots, num_warps=4, **options)
-    return out, rest, lse, launch, mixed
-
-
-def combine(
-    x: DecodeOperands, s: DecodeSizes, *how
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
-    "`combined`, whose output is whole."
-    out, rest, lse, launch, mixed = combined(x, s, *how)
     if out is not rest:  # value_rotation is R, so this is Rᵀ o
         out = (out + rotate(rest, x.value_rotation)).to(x.q.dtype)
         return out, lse, None

@@ -276,12 +276,8 @@ def angle_tables(
     too short. None where there can be none."""
     held = cos_sin.memo
     if page not in held or (held[page] and held[page].positions < positions):
-        most = -(-(positions + cos_sin.begin) // _POSITIONS) * _POSITIONS
-        made = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
-        if made and cos_sin.begin:  # whole tiles later
-            far = torch.cat([made.far[:256], made.far[256 + cos_sin.begin // 256 :]])
-            made = made._replace(far=far)
-        held[page] = made
+        most = -(-positions // _POSITIONS) * _POSITIONS
+        held[page] = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
     return held[page]
 
 # %% ../../nbs/42_query.ipynb #6b7f8499

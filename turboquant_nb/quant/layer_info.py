@@ -27,8 +27,6 @@ class LayerInfo:
     sink_logit: bool = False  # whether a learnt logit per head joins the softmax
     latent: int | None = None  # channels of the latent that keys and values are made of
     beside: int | None = None  # channels that RoPE rotates, which lie beside a latent
-    # channels of the keys by which it selects the tokens that a query sees; None: it sees all
-    index_size: int | None = None
     shared_with: int | None = None  # the layer whose keys and values it reads; None: its own
     # the setting by which keys and values get sizes that no single number says; empty: none
     sized_by: str = ""
@@ -56,7 +54,6 @@ def _usual_layers(config) -> list:
     # layers whose keys are of pictures, not of the tokens that come
     crossed = getattr(config, "cross_attention_layers", None) or ()
     unlike = ("kv_lora_rank", "v_head_dim", "attention_head_dim")
-    selects = getattr(config, "indexer_types", None) or ["full"] * count  # or as one before
     for i, kind in enumerate(kinds):
         mine = config.per_layer_config[i] if several else config
         own = lambda name, mine=mine: getattr(mine, name, None)
@@ -85,7 +82,6 @@ def _usual_layers(config) -> list:
                 sink_logit=config.model_type in ("gpt_oss",),
                 latent=latent("kv_lora_rank"),
                 beside=latent("qk_rope_head_dim"),
-                index_size=own("index_head_dim") if selects[i] == "full" else None,
                 shared_with=same[-1] if i >= firsts and same else None,
                 sized_by=next((name for name in unlike if own(name)), ""),
             )

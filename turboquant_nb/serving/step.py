@@ -408,7 +408,6 @@ class CodedAttention:
         self.plan = CellPlan(key, value, cell.tokens, center) if kernels else None
         self.codes = self.plan if kernels else codes
         self.query_heads, self.heads, self.rule, self.flash = query_heads, heads, rule, flash
-        self.d_query, self.d_out = cell.d_key, cell.d_value  # as the model has them
         self.signs = {}  # of `_signs`
 
     def prepare(
@@ -457,15 +456,15 @@ class CodedAttention:
         for requests, each in {
             (r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}
         }:
-            q = zeros(requests * each, self.query_heads, self.d_query)
+            q = zeros(requests * each, self.query_heads, dk)
             table = (one[:, None] * 0).expand(requests, 1).contiguous()
             lengths = one.expand(requests).contiguous() * each
             exact = None if near is None else Recent(near, table, recent, sinks)
             memory = LayerMemory(cache, Workspace(device), (), exact)
-            out = zeros(requests * each, self.query_heads, self.d_out)
+            out = zeros(requests * each, self.query_heads, dv)
             states = States(q, *sides(requests * each))
             self._decode(states, out, Requests(table, lengths), memory, {})
-        own = zeros(1, self.query_heads, self.d_out)
+        own = zeros(1, self.query_heads, dv)
         lse = torch.zeros(self.query_heads, 1, device=device).T
         join_past(own, lse, self._unrotated(own, dtype)[0], lse)
         past_cells(cache, self.plan, one * 0, n, *sides(n))
@@ -541,16 +540,6 @@ class CodedAttention:
             Launching(work=work, early=early),
         )
 
-    def _dense(self, k: Tensor, v: Tensor) -> tuple:
-        "Exact states as an ordinary attention kernel takes them."
-        return k, v
-
-    def _piece(self, k: Tensor, v: Tensor) -> tuple:
-        "The same of the codes of a piece of a past, which are still rotated."
-        if self.rule.softcap is not None and self.codes.center is not None:
-            k += self.rotated_center.to(k.dtype)  # it caps whole scores
-        return k, v
-
     def _attend_chunks(self, run: list, states: States, out, memory, step) -> None:
         "Chunks of a run: what they read exactly, then their past."
         window, softcap = self.rule.sliding_window, self.rule.softcap
@@ -559,7 +548,7 @@ class CodedAttention:
         q, k, v = states.rows(slice(first, last))
         keys, values, ends = self._exact(run, k, v, starts, recent, step)
         seen = Seen(starts, ends, left=None if window is None else window - 1)
-        own, lse = self.flash(q, *self._dense(keys, values), seen, self.rule.scaling, softcap)
+        own, lse = self.flash(q, keys, values, seen, self.rule.scaling, softcap)
         out[first:last] = own
         for c in run:
             begin, coded = 0, c.past
@@ -617,9 +606,13 @@ class CodedAttention:
             if seeing <= 0 or skip >= tokens:
                 continue
             past_cells(memory.cache, self.plan, table[begin // n :], tokens, k, v)
+            keys = k[skip:tokens]
+            if softcap is not None and self.codes.center is not None:
+                keys += self.rotated_center.to(k.dtype)  # it caps whole scores
             o, lse = self.flash(
                 rotated[:seeing],
-                *self._piece(k[skip:tokens], v[skip:tokens]),
+                keys,
+                v[skip:tokens],
                 Seen([0, seeing], [0, tokens - skip], False, left),
                 scaling * q_factor,
                 softcap,

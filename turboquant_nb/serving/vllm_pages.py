@@ -269,7 +269,6 @@ class Meta(AttentionMetadata):
 
     step: Step
     slot_mapping: Tensor
-    num_decode_tokens: int = 0  # of latents, that vLLM is to absorb: we do
 
 
 class Builder(AttentionMetadataBuilder):
@@ -394,35 +393,32 @@ class RecentLayer(AttentionLayerBase):
     impl = kv_sharing_target_layer_name = None
 
     def __init__(self, owner):  # a layer of vLLM
-        self.layer_name, self.heads, self.d, self.dtype, self.sizes = (
+        self.layer_name, self.heads, self.d, self.dtype = (
             recent_name(owner.layer_name),
             owner.num_kv_heads,
             owner.head_size,
             owner.impl.dtype,
-            owner.impl.sizes,
         )
         self.config, self.kv_cache = owner.impl.config, torch.tensor([])
-        self.backend = owner.impl.recent_backend
 
     def get_attn_backend(self):
-        return self.backend
+        return RecentBackend
 
     def get_kv_cache_spec(self, vllm_config):
         "A sliding window whose pages are those of codes, to the last byte."
         # vLLM overwrites its block size by the smallest of all groups soon afterwards
         PageBackend.pages = pages = Pages.of(vllm_config)
-        d, (d_key, d_value) = self.d, self.sizes
-        cell = self.config.bytes_per_token(d_key, d_value)
+        cell = self.config.bytes_per_token(self.d)
         tokens = pages.tokens_of(self.heads * cell)
-        block = self.config.recent_block(tokens, d_key, self.dtype.itemsize, d_value)
+        block = self.config.recent_block(tokens, self.d, self.dtype.itemsize)
         # vLLM's offloading stores ceil((window - 1) / block) pages and looks for ceil(window /
         # block): where these differ it would find none
         offloaded = vllm_config.kv_transfer_config is not None
         sizes = pages.told(self.heads * cell) | dict(
             block_size=block,
             num_kv_heads=self.heads,
-            head_size=d,
-            head_size_v=d,
+            head_size=self.d,
+            head_size_v=self.d,
             dtype=torch.uint8,
             sliding_window=self.config.recent
             + 1

@@ -113,9 +113,8 @@ GROWTH = 256  # positions by which a table of angles grows
 class CosSinCache:
     "Cosines and sines of RoPE's angles on one device, position by position."
 
-    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None, begin: int = 0):
+    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None):
         self.inv_freq = inv_freq  # [r/2] fp32
-        self.begin = begin  # position of the first row
         self.numbers = numbers or tuple(inv_freq.tolist())  # the same on the host
         # channel pairs that rotate: those behind them have frequency 0, as in Gemma 4
         self.rotating = max((i + 1 for i, f in enumerate(self.numbers) if f), default=1)
@@ -125,16 +124,6 @@ class CosSinCache:
         )
         self._row = None, None  # position, and what `row` said of it
 
-    def after(self, tokens: int) -> "CosSinCache":
-        "The one table, beside this, that begins so many positions (times 256) later."
-        begin = self.begin + tokens
-        name = begin, self.inv_freq.device, *self.numbers
-        found = _SHARED_COS_SIN.get(name)
-        if found is None:
-            found = CosSinCache(self.inv_freq, self.numbers, begin)
-            _SHARED_COS_SIN[name] = found
-        return found
-
     def __deepcopy__(self, memo):
         return self  # copies share it too
 
@@ -143,7 +132,7 @@ class CosSinCache:
         have, need = self.table.shape[0], -(-tokens // GROWTH) * GROWTH
         if need > have:
             with torch.inference_mode(False), torch.no_grad():
-                t = torch.arange(have, need, device=self.inv_freq.device) + self.begin
+                t = torch.arange(have, need, device=self.inv_freq.device)
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
         return self.table
 
