@@ -28,21 +28,18 @@ def recipes() -> dict:
     from turboquant_nb import Recipe, Spec, preset
 
     def trellis(bits):
-        # the trellis that stays is called "trellis_fast" in the older package
-        names = ("trellis_fast", "trellis")
-        for codebook in names:
-            try:
-                key = Spec(bits=bits, codebook=codebook, center="pre_rope")
-                return Recipe(key, Spec(bits=bits, codebook=codebook), recent=64)
-            except ValueError:
-                continue
-        raise ValueError(f"no codebook of {names}")
+        spec = Spec(bits=bits, codebook="trellis")
+        return Recipe(replace(spec, center="pre_rope"), spec, recent=64)
 
-    whole = {name: preset(name) for name in ("k4v4", "k3v3", "k2v2", "k3v3-fast")}
+    def prompt_mean(bits, **how):
+        return Recipe(Spec(bits=bits, center="prompt_mean", **how), Spec(bits=bits))
+
+    whole = {name: preset(name) for name in ("k4v4", "k3v3", "k2v2")}
     paired = replace(whole["k2v2"], key=replace(whole["k2v2"].key, pair_scale="prompt"))
     return whole | {
-        "2.5 bits": Recipe(Spec(bits=2.5, center="prompt_mean"), Spec(bits=2.5)),
-        "QJL": Recipe(Spec(bits=3, center="prompt_mean", residual="qjl"), Spec(bits=3)),
+        "3 bits, prompt's mean": prompt_mean(3),
+        "2.5 bits": prompt_mean(2.5),
+        "QJL": prompt_mean(3, residual="qjl"),
         "2 bits, trellis": trellis(2),
         "3 bits, trellis": trellis(3),
         "2 bits, pair scale": paired,

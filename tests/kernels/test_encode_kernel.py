@@ -468,88 +468,34 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
     agree(store, plain, parts)
 
 
-class ApartLauncher:
-    "Triton's launcher of NVIDIA kernels up to 3.6: arguments follow one by one."
-
-    def __call__(self, x, y, z, stream, function, *args):
-        self.launch(x, y, z, stream, function, self.launch_cooperative_grid, *args)
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_direct_launches_pass_what_triton_passes(apart, monkeypatch):
-    """Triton's own launcher of NVIDIA kernels, without a GPU: its C function gets the same
-    arguments from both; where kernels need scratch memory Triton's launcher is kept."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    calls, settings = (
-        [],
-        {f"{x}_scratch_{y}": 0 for x in ("global", "profile") for y in ("size", "align")},
-    )
-    run = object.__new__(ApartLauncher if apart else CudaLauncher)
-    of = lambda call: call[-1] if isinstance(call[-1], tuple) else call[-5:]  # its arguments
-    run.__dict__.update(
-        settings,
-        num_ctas=1,
-        launch_cooperative_grid=False,
-        launch_pdl=True,
-        arg_annotations=("annotation",),
-        kernel_signature=b"kind",
-        launch=lambda *args: calls.append(args),
-    )
+def test_a_kernel_is_searched_for_once(monkeypatch):
+    """The first launch is Triton's search and its tensors; what is of the same kind is launched
+    by the compiled kernel, with addresses; another kind is searched for again."""
+    monkeypatch.setattr(launcher, "READY", {})
+    searched, launched = [], []
 
     class Compiled:
-        function, packed_metadata = 77, (4, 1, 0)
-
         def __getitem__(self, grid):
-            return lambda *args: self.run(
-                *grid, 123, self.function, self.packed_metadata, None, None, None, *args
-            )
-
-    driver = type(
-        "Driver",
-        (),
-        dict(
-            get_current_stream=staticmethod(lambda device: 120 + device),
-            get_current_device=staticmethod(lambda: 3),
-        ),
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    compiled, grid = Compiled(), (5, 2, 1)
-    compiled.run = run
-    direct = launcher.direct_launcher(compiled, grid)
-    assert not calls
-    direct(1, 2.5, "x")
-    compiled[grid](1, 2.5, "x")
-    assert (
-        calls[0] == calls[1]
-        and 123 in calls[0]
-        and direct.__qualname__.startswith("direct_launcher")
-    )
-    # by name: the first time Triton's search, later the C function with addresses for tensors
-    monkeypatch.setattr(launcher, "READY", {})
+            return lambda *args: launched.append((grid, args))
 
     class Kernel:
         fn = staticmethod(lambda X, OUT, step, n, N: None)
         fn.__func__.__annotations__["N"] = "constexpr"
 
         def __getitem__(self, grid):
-            return lambda *args, **options: (compiled[grid](*args), compiled)[1]
+            return lambda *args, **options: (searched.append((grid, args)), Compiled())[1]
 
     named = dict(X=torch.zeros(8), OUT=torch.ones(8), step=2, n=5, N=16)
     by_name = Launcher(Kernel())
-    calls.clear()
     for n, size in ((5, 5), (9, 7)):
         by_name(size, named | dict(n=n), {}, num_warps=1)
-    compiled[7, 1, 1](named["X"].data_ptr(), named["OUT"].data_ptr(), 2, 9, 16)
-    assert len(calls) == 3 and of(calls[0])[0] is named["X"] and calls[1] == calls[2]
+    addresses = named["X"].data_ptr(), named["OUT"].data_ptr()
+    assert launched == [((7, 1, 1), (*addresses, 2, 9, 16))]
+    assert len(searched) == 1 and searched[0][1][0] is named["X"]
     elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
     for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
         by_name(7, named | new, {}, num_warps=warps)
-        assert of(calls[-1])[0] is named["X"]
-    run.global_scratch_size = 8
-    assert not launcher.direct_launcher(compiled, grid).__qualname__.startswith(
-        "direct_launcher"
-    )
+    assert len(searched) == 4 and len(launched) == 1
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

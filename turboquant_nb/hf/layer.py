@@ -25,7 +25,6 @@ from ..cache.store import KVStore, tail_with
 from .hooks import Handle, attention_name, wants_weights
 from .passes import repeated_starts
 from ..kernels import ops
-from ..kernels.append import append_again
 from ..kernels.mean import fused_mean
 from ..quant.layer_info import LayerInfo
 from ..quant.recipe import Recipe
@@ -294,8 +293,6 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.by_device:
             return self.captured.append(self, *states)
         on_codes, first = self.on_codes if on_codes is None else on_codes, self.first
-        if on_codes and self._append_again(*states):
-            return CodedStates.pair(self, states, first)
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         drafts = drafts if on_codes and not past else 0
         waits = self.scales_pairs and on_codes and not past
@@ -326,24 +323,6 @@ class TurboQuantLayer(CacheLayerMixin):
         for x, chunk in zip(dense, states):
             x[:, :, x.shape[2] - chunk.shape[2] :] = chunk
         return dense
-
-    def _append_again(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Code a step like the one before by its launch, where no exact states are kept for it;
-        False: it is taken as any chunk."""
-        exact = self.recipe.recent and (self.drafting or key_states.shape[2] > 1)
-        if (
-            exact
-            or self.clock.fixed
-            or self.drafts
-            or self.backend == "torch"
-            or not self.is_initialized
-        ):
-            return False
-        if not append_again(self.store, key_states, value_states):
-            return False
-        self.tail = None
-        self.coded["kernel"] += 1
-        return True
 
     def see_queries(self, query: Tensor) -> None:
         "The queries of a first chunk: what waits for them is coded."

@@ -325,20 +325,16 @@ class _AppendPlan:
         self.whole = self.parts == 1 and not any(c.SLICED for c in consts)
         self.long = dict(KC=consts[0], VC=consts[1], R=tile // 4, WIDE=self.wide)
 
-    def search(self, room: Tensor, count: int) -> list:
-        "Find the symbols of vectors of codes by windows; launches, as `launch` returns them."
+    def search(self, room: Tensor, count: int) -> None:
+        "Find the symbols of vectors of codes by windows."
         codes = self.key.code, self.value.code
-        return [
+        for code, x, to in window_searches(codes, room, count, self.room):
             KERNELS["few"](code.trellis, x, code.windows.levels, *to)
-            for code, x, to in window_searches(codes, room, count, self.room)
-        ]
 
     def launch(self, k, v, sides: tuple, truncated: tuple, numbers: tuple, place: Place):
         """A short append. sides: the tensors of keys and of values, which have lost `truncated`
         tiles of their last planes; numbers: start, cosines and sines, position, flags (any
-        tensor for what is not needed). Returns compiled kernels with their grids and
-        arguments, all of them numbers, or None where Triton looked at tensors; last, a tensor
-        that they pass on to each other."""
+        tensor for what is not needed)."""
         (b, h, n, _), (key, value), (cut, cut_value) = k.shape, sides, truncated
         first, base, limit, on_device = place
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
@@ -375,19 +371,16 @@ class _AppendPlan:
             self.wide,
         )
         grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
-        launched, kernels = [], ready or []
+        kernels = ready or []
         for step in (1, 2) if self.chained else (0,):
             if step == 2:
-                launched += self.search(room, b * h * n)
+                self.search(room, b * h * n)
             if ready is None:
                 kernels.append(_short_kernel[grid](*args, step, **self.options))
             else:
-                kernel = kernels[max(0, step - 1)]
-                kernel[grid](*args, step)
-                launched.append((kernel, grid, (*args, step)))
+                kernels[max(0, step - 1)][grid](*args, step)
         if kernels[0] is not None:  # there is an interpreter, too
             self.ready[name] = kernels
-        return None if ready is None else (launched, room)
 
     def launch_long(
         self,

@@ -28,7 +28,7 @@ from turboquant_nb.kernels.decode_launch import (
 )
 from .decode_mma import Repeatable, gluon, mma_attention
 from .encode import device_properties
-from .launcher import Launch, direct_launcher, is_current
+from .launcher import Launch, is_current
 from .query import AngleTables, angle_tables, score_bias
 from ..cache.store import KVStore
 
@@ -304,7 +304,7 @@ class Repeat:
             elif isinstance(value, Tensor):
                 args[i] = value.data_ptr()
                 self.held.append(value)
-        return direct_launcher(launch.compiled, launch.grid), args, [*changing.items()]
+        return launch.compiled[launch.grid], args, [*changing.items()]
 
     def __call__(self, call: Call) -> Answer | None:  # None: other launches serve this length
         _, store, q, k, v, *_, need_lse, _ = call

@@ -18,7 +18,7 @@ from ..cache import attention, gather, token_coder
 from ..cache.attention import Answer, Backend, Call, check_call, join, with_sinks
 from . import blocks, cpu, encode_launch, launch
 from . import viterbi  # noqa: F401 (importing registers it)
-from .append import append as append_by_kernel, append_again
+from .append import append as append_by_kernel
 from .encode import device_properties
 from ..cache.append import append_by_host
 from ..cache.store import KVStore
@@ -427,8 +427,6 @@ def append(
     if store.uncoded:
         store.complete()
     k = k if framed or not isinstance(k, Tensor) else store.key.into_frame(k)
-    if backend != "torch" and append_again(store, k, v):
-        return "triton"
     name, _ = select_coder(store, backend)
     CODERS[name].append(store, k, v, names, wait)
     return name

@@ -208,14 +208,14 @@ def find_few(
     out: Tensor,  # [N, n] uint8, written
     dot: Tensor,  # [N] fp32, written: x @ levels
     square: Tensor,  # [N] fp32, written: levels @ levels
-) -> tuple:  # (compiled kernel, grid, arguments) of the launch
-    "`find_symbols` by a warp for each vector, as one launch that can be made again."
+) -> None:
+    "`find_symbols` by a warp for each vector."
     (count, n), bits = x.shape, trellis.bits
     back = torch.empty(count * n // 8 * trellis.states, dtype=torch.int32, device=x.device)
     sizes = dict(N=n, NP=triton.next_power_of_2(n), S=trellis.states, BITS=bits)
     sizes |= dict(HELD=-(-trellis.length // bits) - 1, TURNS=1 + (trellis.start == "tail"))
-    args, grid = (x, by_window, back, out, dot, square, *sizes.values()), (count, 1, 1)
-    return _few_kernel[grid](*args, num_warps=1), grid, args
+    args = x, by_window, back, out, dot, square, *sizes.values()
+    _few_kernel[(count, 1, 1)](*args, num_warps=1)
 
 # %% ../../nbs/40b_viterbi.ipynb #be3da66a
 def find_symbols(
