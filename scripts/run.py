@@ -48,11 +48,6 @@ EXPERIMENTS = {
         "attention by recipe: tensor cores, portable kernel, PyTorch",
         needs="GPU",
     ),
-    "decode_heads": Entry(
-        "bench.decode_heads",
-        "attention where heads of a layer have bits of their own, against uniform bits",
-        "--shapes 1x4x2x64x300 --codebooks sphere --seconds .01",
-    ),
     "decode_cpu": Entry(
         "bench.decode_cpu",
         "a decode step of one layer on a CPU, by recipe",
@@ -155,6 +150,7 @@ LAST = {
         "masks": "which trellis codes are good",
     },
     "0d1ffa97": {"transfer": "a prompt read in one process, its cache ready in another"},
+    "9f905037": {"decode_heads": "attention where heads of a layer have bits of their own"},
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
 

@@ -28,7 +28,7 @@ interpreter.quicken()
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin
 # with: no long file is left for the end.
 LONGEST = (
-    "encode_kernel cells hf chat bench decode_kernel hf_graphs models hf_model heads viterbi "
+    "encode_kernel cells hf chat bench decode_kernel hf_graphs models hf_model viterbi "
     "way calibrate hf_kernels long app esm hf_static answers architectures "
     "apple sandbox store attention generation hf_system hf_random evaluate"
 ).split()

@@ -35,7 +35,6 @@ from turboquant_nb.esm import transform
 from turboquant_nb.files import write_file
 from turboquant_nb.hf import TurboQuantCache, storage
 from turboquant_nb.quant import calibration
-from turboquant_nb.quant.mixed_precision import HeadRecipe
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -234,7 +233,6 @@ def cases():
         ("full", llama, "k3v3"),
         ("sliding", mistral, Recipe(Spec(3), Spec(2), sinks=2, recent=4)),
         ("by layer", llama, [Recipe(Spec(b), Spec(2)) for b in (4, 2)]),
-        ("by head", llama, [HeadRecipe([Recipe(Spec(b), Spec(2)) for b in (4, 2)])] * 2),
         ("pair scale", llama, Recipe(Spec(3, pair_scale="prompt"), Spec(3))),
     ):
         cache = read_cache(model, recipe)

@@ -14,16 +14,13 @@ from turboquant_nb.calibration import sensitivity as A, fit as C
 from turboquant_nb.calibration.sensitivity import measure_sensitivity
 from turboquant_nb.quant.calibration import (
     Calibration,
-    allocate_heads,
     allocate_layers,
     apply_bit_budget,
-    load_calibration,
     save_calibration,
 )
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import score
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.mixed_precision import HeadRecipe
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
@@ -72,21 +69,19 @@ def test_losses_are_what_the_cache_loses(name, transformed):
     assert 0.3 < alone / float(both.kl.mean()) < 3
 
 
-@pytest.mark.parametrize("per", ("layer", "head"))
 @pytest.mark.parametrize("name", ("llama", "gemma3_text", "gpt_neox"))
-def test_a_budget_runs_and_comes_back(name, per, tmp_path):
-    """Every layer or head gets its bits, with its transform; generation, saving and loading
+def test_a_budget_runs_and_comes_back(name, tmp_path):
+    """Every layer gets its bits, with its transform; generation, saving and loading
     keep them; one file serves all budgets."""
     model, calibration = made(name)
-    found = measure_sensitivity(model, texts(1, 32), calibration, per=per)
+    found = measure_sensitivity(model, texts(1, 32), calibration)
     save_calibration(found, file := tmp_path / "f.safetensors")
     assert json.dumps(found.header)
     for budget in (2, 2.5, 3.3, 4):
         cache = TurboQuantCache(model, "k3v3", calibration=file, budget=budget)
-        each = [r for x in cache.recipes for r in (x.heads if per == "head" else [x])]
-        bits = [b for r in each for b in (r.key.bits, r.value.bits)]
+        bits = [b for r in cache.recipes for b in (r.key.bits, r.value.bits)]
         assert budget - 1 / len(bits) < sum(bits) / len(bits) <= budget
-        assert all(r.key.rotation.startswith("map-") and r.sinks == 4 for r in each)
+        assert all(r.key.rotation.startswith("map-") and r.sinks == 4 for r in cache.recipes)
         out, _ = generate(model, prompt(2, 40, padded=False), "turboquant", cache=cache)
         cache.save(tmp_path / "cache")
         back = TurboQuantCache.load(tmp_path / "cache", model)
@@ -94,8 +89,6 @@ def test_a_budget_runs_and_comes_back(name, per, tmp_path):
         for a, b in zip(cache.coded_layers, back.coded_layers):
             for x, y in zip(a.store.read(), b.store.read()):
                 same(x, y)
-    by_layer = apply_bit_budget([Recipe()] * len(cache.recipes), found, 2.5, "layer")
-    assert all(isinstance(r, Recipe) for r in by_layer)
 
 
 def test_a_pass_that_begins_late_gives_the_same_numbers(monkeypatch):
@@ -240,95 +233,8 @@ def test_a_budget_that_is_met_exactly_is_not_lost_to_rounding():
     assert allocate_layers(losses, 2.0499) == [(2, 2)]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("transformed", (False, True))
-def test_gradients_say_what_heads_lose(name, transformed, tmp_path):
-    """Of the order of what passes say, for the keys and the values of all layers together;
-    heads add up to their layer; the model is as it was and has no gradients."""
-    model, calibration = made(name)
-    ids = texts(4, 40, seed=7)
-    before, kind = logits(model, ids), model.config._attn_implementation
-    given = calibration if transformed else None
-    found = measure_sensitivity(model, ids, given, per="head")
-    same(logits(model, ids), before)
-    assert model.config._attn_implementation == kind
-    assert all(p.grad is None for p in model.parameters())
-    losses, passes = found.header["losses"], measure_sensitivity(model, ids, given)
-    passes = passes.header["losses"]
-    assert {k: losses[k] for k in ("bits", "size", "tokens", "data")} == {
-        k: passes[k] for k in ("bits", "size", "tokens", "data")
-    }
-    for side in ("key", "value"):
-        for layer, heads in zip(losses[side], losses["heads"][side]):
-            for j, x in enumerate(layer):
-                assert math.isclose(x, sum(head[j] for head in heads), rel_tol=1e-6)
-            assert all(a > c > 0 for a, _, c in heads), "fewer bits, more loss"
-        for j in range(3):
-            ratio = sum(x[j] for x in losses[side]) / sum(x[j] for x in passes[side])
-            assert 0.2 < ratio < 5, ratio
-    save_calibration(found, tmp_path / "f.safetensors")
-    assert load_calibration(tmp_path / "f.safetensors").header == found.header
-
-
-def test_a_head_that_does_not_matter_gets_no_bits():
-    "Its outputs are thrown away: gradients are 0 there, and the budget goes elsewhere."
-    model = tiny("llama", seed=10)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight[:, 16:].zero_()
-    losses = measure_sensitivity(model, texts(2, 40), per="head").header["losses"]
-    for side in ("key", "value"):
-        kept, thrown = losses["heads"][side][0]
-        assert max(thrown) == 0 < min(kept)
-    spent = allocate_heads(losses, 2.5)
-    assert spent[0][1] == (2, 2) and sum(b for x in spent for y in x for b in y) == 2.5 * 8
-
-
 def test_a_trellis_gets_a_table_for_its_fourth_bit():
     losses = dict(bits=[2, 3, 4], key=[[9.0, 8.0, 1.0]], value=[[0.1, 0.0, 0.0]], size=[[4, 4]])
     recipe = Recipe(Spec(2, codebook="trellis"), Spec(2, codebook="trellis"))
     (got,) = apply_bit_budget([recipe], Calibration([], {"losses": losses}), 3)
     assert got.key == Spec(4) and got.value == Spec(2, codebook="trellis")
-
-
-def test_what_is_refused_by_head():
-    model, calibration = made("llama")
-    found = measure_sensitivity(model, texts(1, 32), per="head")
-    layers = measure_sensitivity(model, texts(1, 32))
-    recipes = [Recipe()] * 2
-    with pytest.raises(ValueError, match="bits by head need heads that were measured"):
-        apply_bit_budget(recipes, layers, 3, "head")
-    with pytest.raises(ValueError, match="per must be one of 'layer', 'head'"):
-        apply_bit_budget(recipes, found, 3, "channel")
-    with pytest.raises(ValueError, match="per must be one of 'layer', 'head'"):
-        measure_sensitivity(model, texts(), per="token")
-    with pytest.raises(ValueError, match="a budget gives heads their bits"):
-        apply_bit_budget([HeadRecipe((Recipe(), Recipe()))] * 2, found, 3)
-    with pytest.raises(ValueError, match="the calibration has 2 heads, got recipes of 3"):
-        calibration.recipes([HeadRecipe([Recipe()] * 3)] * 2)
-    broken = copy.deepcopy(tiny("llama", seed=3))
-    with torch.no_grad():
-        broken.lm_head.weight[0, 0] = math.inf
-    with pytest.raises((ValueError, RuntimeError)):
-        measure_sensitivity(broken, texts(), per="head")
-    assert broken.config._attn_implementation != C.NAME
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    (
-        (lambda h: h["key"].pop(), "losses.heads.key must hold 2 layers"),
-        (lambda h: h["value"][1].pop(), "losses.heads.value must hold lists of 3 numbers"),
-        (lambda h: h["key"][0][0].pop(), "losses.heads.key must hold lists of 3 numbers"),
-        (lambda h: h["key"][0].append([1.0] * 3), "losses.heads.key must hold lists"),
-        (lambda h: h["key"][0][0].__setitem__(0, "x"), "losses.heads.key"),
-        (lambda h: h.pop("value"), "value"),
-    ),
-)
-def test_a_file_with_other_heads_is_refused(change, says, tmp_path):
-    model, _ = made("llama")
-    found = measure_sensitivity(model, texts(1, 32), per="head")
-    header = json.loads(json.dumps(found.header))
-    change(header["losses"]["heads"])
-    save_calibration(Calibration([], header), tmp_path / "f.safetensors")
-    with pytest.raises(ValueError, match=says):
-        load_calibration(tmp_path / "f.safetensors")

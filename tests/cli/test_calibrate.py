@@ -68,21 +68,6 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
             code == 0
             and ("k2v2 + transforms at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
         )
-    file = tmp_path / "heads.safetensors"
-    ask = f"calibrate --windows 2 --length 64 --out {file} --heads --no-maps {shared}"
-    code, out, _ = call(ask)
-    losses = json.loads(out)["losses"]
-    sums = [[sum(x) for x in zip(*heads)] for heads in losses["heads"]["key"]]
-    apart = [abs(a / b - 1) for x, y in zip(sums, losses["key"]) for a, b in zip(x, y)]
-    assert code == 0 and max(apart) < 1e-6
-    with_file = f"{shared} --calibration {file} --budget 2.5"
-    code, out, _ = call(f"generate --max-new-tokens 3 --prompt a {with_file}")
-    said = json.loads(out)["cache"]["recipe"]
-    said = [json.loads(x)["heads"] for x in (said if isinstance(said, list) else [said])]
-    bits = [r[side]["bits"] for heads in said for r in heads for side in ("key", "value")]
-    assert code == 0 and sum(bits) == 2.5 * len(bits)
-    code, _, err = call(f"calibrate --out {file}2 --heads --layers {shared}")
-    assert code == 2 and "give one of --layers, --heads" in err
     unmeasured = tmp_path / "maps.safetensors"
     assert call(f"calibrate --windows 1 --length 64 --out {unmeasured} {shared}")[0] == 0
     for more, says in (

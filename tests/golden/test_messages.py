@@ -106,7 +106,6 @@ GONE: dict[str, str] = {
         "of the kernels for latents too, whose products are of fp16"
     ),
     "{} must be bfloat16, float16 or float32, got {}": "by `clock.check_states`",
-    "--no-transforms leaves nothing to find without --layers": "or --heads",
     "--threads must be at least 1, got 0": _LEAST,
     "--batch must be at least 1, got {}": _LEAST,
     "--apart must be at least 1, got {}": _LEAST,

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .. import checks
-from .fit import NAME, _check_ids, provenance, observed, window_center
-from ..hf import ModelInfo, TurboQuantCache, exact_attention
-from ..hf.hooks import After, Attend, AttentionCall, Instead, hooked
+from .fit import _check_ids, provenance, observed, window_center
+from ..hf import ModelInfo, TurboQuantCache
+from ..hf.hooks import After, AttentionCall, Instead, hooked
 from ..quant.calibration import Calibration
 from ..quant.quantizer import decode, encode
 from ..quant.recipe import Recipe, as_recipe
@@ -110,9 +109,8 @@ class _Prefix:
                     self.sound = False
 
 # %% ../../nbs/61_sensitivity.ipynb #70e1accd
-def _by_passes(model, ids, probe: _Probe, bits: list, progress) -> tuple:
-    """(losses {(layer, side, bits): nats}, none of heads): each side of each layer alone, by
-    its own passes."""
+def _by_passes(model, ids, probe: _Probe, bits: list, progress) -> dict:
+    "Losses {(layer, side, bits): nats}: each side of each layer alone, by its own passes."
     jobs = [(i, side, b) for i in probe.recipes for side in ("key", "value") for b in bits]
     lost, prefix = dict.fromkeys(jobs, 0.0), _Prefix(model, len(probe.inv_freqs))
     with observed(model, ids, probe) as windows:
@@ -130,58 +128,7 @@ def _by_passes(model, ids, probe: _Probe, bits: list, progress) -> tuple:
                     lost[i, side, b] += alone(i, side, b)
                 if progress:
                     progress()
-    return lost, {}
-
-# %% ../../nbs/61_sensitivity.ipynb #61d00001
-@dataclass
-class _Felt:
-    "Attention as it is, which keeps what its calls were and what a gradient comes back to."
-
-    calls: dict  # layer -> the call, apart from all graphs
-    outs: dict  # layer -> [B, Hq, n, d]
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        "Exact attention; the first outputs that depend on nothing begin the graph."
-        out, layer = exact_attention(call), call.module.layer_idx
-        out = out if out.requires_grad else out.detach().requires_grad_()
-        states = {name: getattr(call, name).detach() for name in ("query", "key", "value")}
-        self.calls[layer], self.outs[layer] = call._replace(**states), out
-        return out
-
-
-def _felt_by_heads(call: AttentionCall, out: Tensor, felt: Tensor) -> Tensor:  # [H] fp64
-    "Equation (61.2) for one layer: of a call on coded states, and the output of exact ones."
-    moved = exact_attention(call) - out
-    each = (felt.float() * moved.float()).sum(-1)  # [B, Hq, n]
-    b, _, n = each.shape
-    return each.view(b, call.key.shape[1], -1, n).sum(2).square().sum((0, 2)).double() / 2
-
-
-def _by_gradients(model, ids, probe: _Probe, bits: list, progress) -> tuple:
-    """(losses {(layer, side, bits): nats}, of heads {(layer, side, bits): [H]}): equation
-    (61.2)."""
-    heads = {}
-    with observed(model, ids, probe) as windows:
-        drawn = torch.Generator(windows.device).manual_seed(61)
-        for window in windows:
-            seen = _Felt({}, {})
-            with hooked(Attend(model.get_decoder(), NAME, seen.attend)), torch.enable_grad():
-                logits = model(window[None], use_cache=False).logits[0, probe.skip :].float()
-                chances = logits.detach().softmax(-1)
-                tokens = torch.multinomial(chances, 1, generator=drawn)
-                told = logits.log_softmax(-1).gather(-1, tokens).sum()
-                outs = [seen.outs[i] for i in probe.recipes]
-                felt = torch.autograd.grad(told, outs)
-            for i, out, g in zip(probe.recipes, outs, felt):
-                for side, b in ((side, b) for side in ("key", "value") for b in bits):
-                    probe.bits = {(i, side): b}
-                    key, value = probe.observe(seen.calls[i])
-                    call = seen.calls[i]._replace(key=key, value=value)
-                    lost = _felt_by_heads(call, out.detach(), g).cpu()
-                    heads[i, side, b] = heads.get((i, side, b), 0.0) + lost
-            if progress:
-                progress()
-    return {job: float(x.sum()) for job, x in heads.items()}, heads
+    return lost
 
 # %% ../../nbs/61_sensitivity.ipynb #61d00002
 def measure_sensitivity(
@@ -191,24 +138,21 @@ def measure_sensitivity(
     calibration: Calibration | None = None,
     bits: tuple = (2, 3, 4),  # 1 has no fused kernel on a GPU
     skip: int = 4,  # first tokens of a window that stay exact: sinks
-    progress=None,  # called after each pass; by head after each window
-    per: str = "layer",  # "layer": by passes; "head": by gradients, heads and layers
+    progress=None,  # called after each pass
     recipe: Recipe | str = "k2v2",  # whose codes and centre are measured, with other bits
 ) -> Calibration:
     """The calibration, or one without transforms, with what coding each side of each layer
     alone costs: a pass of each window, from that layer on, for each of them and each number of
-    bits; or by equation (61.2), for each head too. Raises TypeError/ValueError as `collect`,
-    and ValueError for a model whose probabilities are not finite."""
+    bits. Raises TypeError/ValueError as `collect`, and ValueError for a model whose
+    probabilities are not finite."""
     _check_ids(ids, skip, 1)
-    checks.one_of(per, "per", ("layer", "head"))
     info = ModelInfo(model)
     bits = _check_measure(bits, calibration, info.config)
     coded = [x.index for x in info.coded]
     recipes = TurboQuantCache(model, as_recipe(recipe), calibration=calibration).recipes
     inv_freqs = [None if x.inv_freq is None else torch.tensor(x.inv_freq) for x in info.layers]
     probe = _Probe(dict(zip(coded, recipes)), inv_freqs, skip, {}, {})
-    measure = _by_gradients if per == "head" else _by_passes
-    lost, heads = measure(model, ids, probe, bits, progress)
+    lost = _by_passes(model, ids, probe, bits, progress)
     odd = [f"{side} of layer {i}" for (i, side, _), x in lost.items() if not math.isfinite(x)]
     if odd:
         raise ValueError(
@@ -219,9 +163,6 @@ def measure_sensitivity(
     layers = dict(
         bits=bits, **curves, size=[list(probe.sizes[i]) for i in coded], tokens=tokens
     )
-    if heads:
-        of = lambda i, s: torch.stack([heads[i, s, b] for b in bits], 1) / tokens
-        layers["heads"] = {s: [of(i, s).tolist() for i in coded] for s in sides}
     layers["data"] = hashlib.sha256(ids.cpu().long().contiguous().numpy().tobytes()).hexdigest()
     if calibration is None:
         calibration = Calibration([], provenance(model, ids, skip) | {"tokens": 0, "gain": []})

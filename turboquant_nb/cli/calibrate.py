@@ -82,18 +82,13 @@ class _Calibrating:
         "Also measure what each layer loses at 2, 3 and 4 bits, for --budget: six passes a "
         "layer over the first 1,024 tokens of each window.",
     )
-    heads: bool = option(
-        False,
-        "The same for each KV head, by gradients: two passes over the first 1,024 tokens of "
-        "each window, instead of --layers.",
-    )
     pair_scale: bool = option(
         False,
         "Fit a scale for each pair of channels instead of a matrix: it gains less, and as much "
         "at contexts longer than --length.",
     )
     no_transforms: bool = option(
-        False, "With --layers or --heads: measure these only.", "--no-transforms", "--no-maps"
+        False, "With --layers: measure these only.", "--no-transforms", "--no-maps"
     )
 
     def __post_init__(self):
@@ -133,16 +128,7 @@ class Sequences:
     )
 
 # %% ../../nbs/reference/87l_cli_calibrate.ipynb #adb26884
-_OF_TEXT = (
-    "text",
-    "windows",
-    "length",
-    "layers",
-    "heads",
-    "pair_scale",
-    "no_transforms",
-    "dtype",
-)
+_OF_TEXT = ("text", "windows", "length", "layers", "pair_scale", "no_transforms", "dtype")
 _OF_PROTEINS = ("recipe", "held_out")
 
 
@@ -181,23 +167,18 @@ def calibrate(
     """Find the best key transforms of a model, or with --fasta a code for ESM-2.
 
     Read some text once and write transforms for the keys of a language model, and with --layers
-    or --heads the sensitivity of each layer or KV head, to one file. With --fasta FILE it fits
-    a code for a protein model instead."""
+    the sensitivity of each layer, to one file. With --fasta FILE it fits a code for a protein
+    model instead."""
     fasta = sequences.fasta
     _check_kind(fasta is not None, weights, typed)
     out = target_file(target.out, "--out")
     if fasta is not None:
         what = (fasta, sequences.recipe, sequences.held_out, weights.model, weights.device)
         return fit_code(Fit(*what, out, target.out), output)
-    if reading.layers and reading.heads:
-        raise Usage(
-            "--heads measures layers, too, by another way: give one of --layers, --heads"
-        )
-    per = "head" if reading.heads else "layer" if reading.layers else ""
     if reading.no_transforms and reading.pair_scale:
         raise Usage("--pair-scale fits what --no-transforms leaves out: give one of them")
-    if reading.no_transforms and not per:
-        raise Usage("--no-transforms leaves nothing to find without --layers or --heads")
+    if reading.no_transforms and not reading.layers:
+        raise Usage("--no-transforms leaves nothing to find without --layers")
     loaded = reading.loaded(weights, output)
     model, found, left = loaded.model, None, ""
     with at_fault(ValueError), hushed():
@@ -209,16 +190,16 @@ def calibrate(
                     how = dict(progress=stage.tick, ended=ended, fit=fit)
                     found = fits.calibrate(model, ids, **how)
                     left = "the transforms of the windows that were read" if ended() else ""
-        if per and not left:
-            each = 1 if per == "head" else 6 * len(hf.TurboQuantCache(model).recipes)
+        if reading.layers and not left:
+            each = 6 * len(hf.TurboQuantCache(model).recipes)
             measure = sensitivity.measure_sensitivity
             try:
-                with output.stage(f"measuring {per}s", len(ids) * each) as stage:
-                    found = measure(model, ids[:, :1024], found, progress=stage.tick, per=per)
+                with output.stage("measuring layers", len(ids) * each) as stage:
+                    found = measure(model, ids[:, :1024], found, progress=stage.tick)
             except KeyboardInterrupt:
                 if found is None:
                     raise
-                left = f"the transforms, without the {per}s"
+                left = "the transforms, without the layers"
     with writing(out) as new:
         calibrations.save_calibration(found, new)
     about = dict(version=version(), out=target.out, nbytes=found.nbytes)

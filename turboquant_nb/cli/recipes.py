@@ -52,9 +52,7 @@ class Changes:
         "The recipe, or the preset of that name, with the fields that were given."
         exact = {"sinks": self.sinks, "recent": self.recent}
         given = {name: x for name, x in exact.items() if x is not None}
-        found = mixed.as_layer_recipe(recipe, self.bits)
-        change = lambda r: replace(r, **given)
-        return found.map(change) if isinstance(found, mixed.HeadRecipe) else change(found)
+        return replace(quant.as_recipe(recipe, self.bits), **given)
 
 # %% ../../nbs/reference/87ca_cli_recipes.ipynb #2fdedc2c
 PRESETS = (  # of `quant`, which needs torch
@@ -106,10 +104,10 @@ def read_recipe(
 
 # %% ../../nbs/reference/87ca_cli_recipes.ipynb #4ad7626a
 def _from_json(text: str):
-    """A recipe, or one with a recipe for each head; the message names what a side must be, and
-    for a field that there is not the nearest that there is."""
+    """A recipe; the message names what a side must be, and for a field that there is not the
+    nearest that there is."""
     try:
-        return mixed.recipe_from_json(text)
+        return quant.Recipe.from_json(text)
     except ValueError as error:
         raise ValueError(_misnamed(text, str(error)) or str(error)) from None
 
@@ -122,8 +120,6 @@ def _misnamed(text: str, error: str) -> str:
         return ""
     if not isinstance(data, dict):
         return "not a recipe: expected a JSON object"
-    if isinstance(heads := data.get("heads"), list) and data.keys() == {"heads"}:
-        return next(filter(None, (_misnamed(json.dumps(x), error) for x in heads)), "")
     for side in (x for x in ("key", "value") if not isinstance(data.get(x, {}), dict)):
         return f"not a recipe: {side} must be a JSON object, got {json.dumps(data[side])}"
     parts = (

@@ -166,16 +166,14 @@ class SideBySide:
 
 # %% ../../nbs/reference/87g_cli_web.ipynb #4c625375
 def _holder(cache, layer: int, head: int) -> tuple:
-    "(the layer, or group of its heads, that holds a head; which of its own it is)."
-    layers = [x.groups for x in cache.layers if hasattr(x, "groups")]
+    "(the coded layer of this number, its head)."
+    layers = [x.groups[0] for x in cache.layers if hasattr(x, "groups")]
     if not 0 <= layer < len(layers):
         raise Usage(f"layer must be from 0 to {len(layers) - 1}, got {layer}")
-    heads = [(x, i) for x in layers[layer] for i in range(x.store.heads)]
-    if layers[layer][0].heads is not None:
-        heads.sort(key=lambda found: found[0].heads[found[1]])
-    if not 0 <= head < len(heads):
-        raise Usage(f"head must be from 0 to {len(heads) - 1}, got {head}")
-    return heads[head]
+    heads = layers[layer].store.heads
+    if not 0 <= head < heads:
+        raise Usage(f"head must be from 0 to {heads - 1}, got {head}")
+    return layers[layer], head
 
 
 def stored(

@@ -21,7 +21,6 @@ from turboquant_nb.hf import (
 )  # first: it says how to get transformers
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
-from ..quant.mixed_precision import HeadRecipe
 from ..quant.recipe import PRESETS, Recipe
 
 # %% ../../nbs/81_candidates.ipynb #df2a504d
@@ -133,7 +132,7 @@ def as_candidate(
     if isinstance(what, str) and what in OTHERS:
         make = lambda: _make_other(what, model.config)
         return Candidate(name or what, make, None, dtype, OTHERS[what].block)
-    if not isinstance(what, (str, list, tuple, Recipe, HeadRecipe)) and callable(what):
+    if not isinstance(what, (str, list, tuple, Recipe)) and callable(what):
         return Candidate(name or getattr(what, "__name__", "cache"), what, None, dtype)
     recipe = TurboQuantCache(model, what).recipe  # a preset as this model gets it
     name = name or (what if isinstance(what, str) else "recipe")

@@ -35,7 +35,6 @@ from turboquant_nb.evaluation.pairs import (
 from ..calibration.fit import observing
 from .models import sample_text
 from ..hf.hooks import hooked
-from ..quant.mixed_precision import head_recipes
 
 # %% ../../nbs/83_score.ipynb #6d44b3bb
 # what is visible to whom, chapter 82: name in code, name on a page
@@ -171,10 +170,11 @@ class OnePass:
 
 
 def _recipes_of(candidate: Candidate) -> list:
-    "Recipes of ours of all layers and heads; none of another package's cache."
+    "Recipes of ours of all layers; none of another package's cache."
     r = candidate.recipe
-    layers = r if isinstance(r, list) else [] if r is None else [r]
-    return [x for layer in layers for x in head_recipes(layer)]
+    if r is None:
+        return []
+    return r if isinstance(r, list) else [r]
 
 
 def _scales_pairs(candidate: Candidate) -> bool:

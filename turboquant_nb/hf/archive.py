@@ -24,7 +24,6 @@ from turboquant_nb.hf.model_info import (
 from ..cache.clock import DeviceClock, HostClock, clock_of
 from ..cache.codec import KVStore, opened, write
 from ..cache.disk import state_of, store_of
-from ..quant.mixed_precision import HeadRecipe
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 def _facts(cache: TurboQuantCache) -> dict:
@@ -143,20 +142,11 @@ def _check_layer(cache: TurboQuantCache, layer: TurboQuantLayer, store: KVStore)
     have["recipe"], want["recipe"] = store.recipe, layer.recipe.settled(rope=rope)
     if differ := [f"{n} {have[n]}, not {x}" for n, x in want.items() if have[n] != x]:
         raise ValueError(f"layer {layer.index} does not fit: it has {'; '.join(differ)}")
-    wrong = info.heads and info.heads % store.heads  # a part of them: tensor parallelism
-    if wrong or layer.heads and store.heads != len(layer.heads):
+    if info.heads and info.heads % store.heads:  # a part of them: tensor parallelism
         raise ValueError(
             f"layer {layer.index} does not fit: it has {store.heads} heads, the model "
             f"{info.heads}"
         )
-
-
-def _layers_of(stores: int, recipes) -> int:
-    "Layers that so many stores are of, where each group of heads has its own."
-    groups = lambda r: len(r.groups) if isinstance(r, HeadRecipe) else 1
-    if isinstance(recipes, list):
-        return stores - sum(groups(r) - 1 for r in recipes)
-    return stores // groups(recipes)
 
 
 @patch(cls_method=True)
@@ -179,7 +169,7 @@ def from_states(
     stores, facts = header.whole("layers", 1, 2**16), Saved.of(header["facts"], "facts")
     recipes = _recipes_from_json(header["recipe"])
     own = stores - (header.whole("indices") if "indices" in header else 0)
-    have = f"a {header['model_type']} with {_layers_of(own, recipes)} layers"
+    have = f"a {header['model_type']} with {own} layers"
     want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")

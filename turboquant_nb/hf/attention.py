@@ -16,7 +16,6 @@ from torch import Tensor
 from ..kernels import ops, prefix
 from ..cache.attention import Answer, Call, Rule, dense_attention, with_sinks
 from .cache import TurboQuantCache
-from .heads import take_heads
 from .layer import NAME, CodedStates
 from turboquant_nb.hf.hooks import (
     AttentionCall,
@@ -368,24 +367,6 @@ def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, 
     return turboquant_attention(module, query, key, value, mask, **kwargs)
 
 
-def _by_group(call: AttentionCall) -> Tensor:
-    "Groups of heads with a recipe each attend apart; masks and biases may differ by head."
-    layer, outs, heads = call.key.layer, [], call.key.shape[1]
-    for group, key, value in zip(layer.groups, call.key.parts, call.value.parts):
-        take = lambda x, dim=1, group=group: take_heads(x, group.heads, heads, dim)
-        each = lambda x: x if x is None or x.shape[1] == 1 else take(x)
-        mine = call._replace(
-            query=take(call.query),
-            key=key,
-            value=value,
-            mask=each(call.mask),
-            bias=each(call.bias),
-            sink=None if call.sink is None else take(call.sink, 0),
-        )
-        outs.append(_prefill(mine) if key.fresh else _on_codes(mine))
-    return layer.join(outs)
-
-
 @partial(as_interface, takes_bias=True)
 def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     """transformers' attention interface on codes. The prefill chunk attends exactly. Raises
@@ -395,8 +376,6 @@ def turboquant_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
             f"the 'turboquant' attention is for inference, got dropout={call.dropout}"
         )
     if not isinstance(call.key, Tensor):
-        if call.key.parts:
-            return _by_group(call)
         return _prefill(call) if call.key.fresh else _on_codes(call)
     if getattr(call.module, "is_causal", True):
         remedy = (

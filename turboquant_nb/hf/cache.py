@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..cache import token_coder
 from ..cache.clock import DeviceClock, HostClock, is_captured
-from .heads import GroupedLayer
 from turboquant_nb.hf.hooks import (
     Before,
     Finally,
@@ -41,7 +40,6 @@ from turboquant_nb.hf.model_info import (
 )
 from .passes import RowStarts, check_mask, check_positions, check_size
 from .report import Report, report_of
-from ..quant.mixed_precision import HeadRecipe
 from ..quant.recipe import Recipe
 
 # %% ../../nbs/51_cache.ipynb #1778ac86
@@ -209,9 +207,8 @@ class TurboQuantCache(Cache):
         model_or_config,  # a model or its config; the cache reads the attention's name there
         recipe: Recipe
         | str
-        | HeadRecipe
         | list
-        # a Recipe, a preset, None for k3v3, one for each head, or a list with one a layer
+        # a Recipe, a preset, None for k3v3, or a list with one a layer
         | None = None,
         bits: int | float | tuple | None = None,  # replaces the bits of keys and values
         max_length: int | None = None,  # allocate so many tokens at once and refuse more
@@ -237,23 +234,16 @@ class TurboQuantCache(Cache):
         reading = self.info.reading
         self.reader = Reader(reading.why, self.config, attention)
         for x, p in zip(self.info.coded, plans):
-            kind, recipe = TurboQuantLayer, p.recipe
-            several = isinstance(recipe, HeadRecipe)
-            if several and len(recipe.groups) == 1:
-                several, recipe = False, recipe.heads[0]
+            kind = TurboQuantLayer
             if isinstance(layers[x.index], LinearAttentionLayer):
-                if several:
-                    why = "it keeps a recurrent state beside them"
-                    raise ValueError(f"heads of layer {x.index} must share a recipe: {why}")
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
-            kind = GroupedLayer if several else kind
             if x.index_size is not None:
                 kind = self.make_indexed
             clock = DeviceClock if static else HostClock
-            layers[x.index] = kind(recipe, x, self.reader, max_length, backend, clock)
+            layers[x.index] = kind(p.recipe, x, self.reader, max_length, backend, clock)
         super().__init__(layers=layers)
-        # all that hold codes: a layer, or each group of its heads that has a recipe of its own
+        # all that hold codes: a layer, and its index if it has one
         self.groups = [getattr(x, "groups", ()) for x in self.layers]  # of each layer
         self.coded_layers = [group for groups in self.groups for group in groups]
         self.padding = RowStarts(self.coded_layers)

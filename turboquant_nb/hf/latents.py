@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from fastcore.basics import patch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from .cache import TurboQuantCache
-from .heads import GroupedLayer
 from .layer import CodedStates, TurboQuantLayer
 from .hooks import eagerly
-from ..quant.mixed_precision import HeadRecipe
 from ..quant.quantizer import Spec
 
 # %% ../../nbs/51c_latents.ipynb #51c00009
@@ -138,9 +137,21 @@ class IndexKeys(TurboQuantLayer):
         return torch.cat(self.read(states, 0), -1)[:, 0] if past else keys
 
 
-class IndexedLayer(GroupedLayer):
+def _in_both(name: str):
+    "A method that keys, values and the index follow."
+
+    def method(self, *args) -> None:
+        for part in self.groups:
+            getattr(part, name)(*args)
+
+    return method
+
+
+class IndexedLayer(CacheLayerMixin):
     """A layer that attends to tokens which it selects by keys of their own: a layer of its
     keys and values, and one of those. Raises ValueError for what cannot be served."""
+
+    is_croppable, supports_early_init = True, False
 
     def __init__(self, recipe, info, reader, max_length, backend, clock):
         for wrong, why in (
@@ -148,7 +159,6 @@ class IndexedLayer(GroupedLayer):
                 clock.fixed,
                 "static=True: keys of an index would have to be read whole in each step",
             ),
-            (isinstance(recipe, HeadRecipe), "heads of a layer with an index share a recipe"),
             (info.index_size % 2, f"keys of an index have halves, got {info.index_size}"),
         ):
             if wrong:
@@ -162,6 +172,14 @@ class IndexedLayer(GroupedLayer):
         rest = reader, max_length, backend
         self.groups = [TurboQuantLayer(recipe, info, *rest), IndexKeys(coded, half, *rest)]
         self.groups[1].names = (f"keys of the index of layer {info.index}",) * 2
+
+    def __getattr__(self, name):
+        if name == "groups" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.groups[0], name)
+
+    is_initialized = property(lambda self: all(x.is_initialized for x in self.groups))
+    is_compileable = property(lambda self: self.groups[0].is_compileable)
 
     def update(self, *args, **kwargs) -> tuple:
         "As of a `TurboQuantLayer`."
@@ -178,6 +196,27 @@ class IndexedLayer(GroupedLayer):
     def read(self, states: tuple, first: int) -> tuple:
         "As of a `TurboQuantLayer`."
         return self.groups[0].read(states, first)
+
+    def get_seq_length(self) -> int | Tensor:
+        "As of a `TurboQuantLayer`."
+        return self.groups[0].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        "As of a `TurboQuantLayer`."
+        return self.groups[0].get_mask_sizes(query_length)
+
+    def get_max_length(self) -> int:
+        "As of a `TurboQuantLayer`."
+        return self.groups[0].get_max_length()
+
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.17
+
+    reset, crop, make_growing = map(_in_both, ("reset", "crop", "make_growing"))
+    unshare = _in_both("unshare")
+    offload, prefetch = map(_in_both, ("offload", "prefetch"))
+    take_rows, reorder_cache = map(_in_both, ("take_rows", "reorder_cache"))
+    batch_select_indices = _in_both("batch_select_indices")
+    batch_repeat_interleave = _in_both("batch_repeat_interleave")
 
 
 TurboQuantCache.make_indexed = IndexedLayer

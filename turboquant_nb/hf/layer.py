@@ -48,7 +48,6 @@ class CodedStates(Handle):
     attends on codes."""
 
     serve = None  # attention on codes: `hf.attention` has it
-    parts = ()  # of a layer with several recipes: those of each group of its heads
     expansion = None  # of latents: what keys and values are made by, see `hf.latents`
 
     def __init__(
@@ -187,7 +186,6 @@ class TurboQuantLayer(CacheLayerMixin):
 
     is_croppable, is_compileable, supports_early_init = True, False, False
     only_codes = True  # whether it keeps nothing else
-    heads = None  # which KV heads of the model's layer it holds; None: all
     # tokens before those of the store, held once for several rows; why there are none
     prefix, unshared = None, ""
     shares = True  # whether rows may hold tokens together
@@ -227,7 +225,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     @property
     def groups(self) -> tuple:
-        "The layers whose heads together are those of the model's layer: it alone."
+        "The layers that together hold what a layer of the model does: it alone."
         return (self,)
 
     @property

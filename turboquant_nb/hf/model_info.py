@@ -31,14 +31,8 @@ except ImportError as error:
 
 from ..quant.calibration import load_calibration, apply_bit_budget
 from ..quant.layer_info import is_registered, read_facts, read_layers
-from turboquant_nb.quant.mixed_precision import (
-    HeadRecipe,
-    as_layer_recipe,
-    find_code,
-    head_recipes,
-    recipe_from_json,
-)
-from ..quant.recipe import Recipe
+from ..quant.mixed_precision import find_code
+from ..quant.recipe import Recipe, as_recipe
 from ..theory.rope import apply_rope
 
 # %% ../../nbs/50_model_info.ipynb #9082c185
@@ -544,12 +538,12 @@ def _settle_centers(
 ) -> tuple:  # (recipes without "auto", [inv_freq or None])
     """Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a
     recipe names a pre-RoPE mean and there is no such RoPE."""
-    keys = [[x.key for x in head_recipes(r)] for r in recipes]
-    if not any(x.center == "auto" or x.centre.rotates for key in keys for x in key):
+    keys = [r.key for r in recipes]
+    if not any(x.center == "auto" or x.centre.rotates for x in keys):
         return recipes, [None] * len(recipes)
     frequencies = [x.inv_freq for x in info.coded]
     recipes = [r.settled(rope=f is not None) for r, f in zip(recipes, frequencies)]
-    rotates = [any(x.key.centre.rotates for x in head_recipes(r)) for r in recipes]
+    rotates = [r.key.centre.rotates for r in recipes]
     inv_freq = [f if follows else None for follows, f in zip(rotates, frequencies)]
     if any(f is None and follows for f, follows in zip(inv_freq, rotates)):
         why = info.rope.why or "one has none"
@@ -562,18 +556,13 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
     where the config says the sizes."""
     wrong = {}
     for layer, recipe in zip(info.coded, recipes):
-        each = head_recipes(recipe)
-        sides = {(r.key, layer.key_size) for r in each}
-        sides |= {(r.value, layer.value_size) for r in each}
+        sides = (recipe.key, layer.key_size), (recipe.value, layer.value_size)
         for spec, size in () if layer.sized_by else sides:
             try:
                 find_code(spec, size)
             except ValueError as error:
                 found = wrong.setdefault(str(error), [])
                 found += [layer.index] * (layer.index not in found)
-        if isinstance(recipe, HeadRecipe) and layer.heads not in (None, len(each)):
-            want = f"a recipe for each of its {layer.heads} KV heads"
-            raise ValueError(f"layer {layer.index} must have {want}, got {len(each)}")
     for why, layers in wrong.items():
         whole = len(layers) == len(info.coded)
         where = "all layers" if whole else f"layers {layers}"
@@ -583,10 +572,8 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
         )
 
 
-def _without_pairs(recipe: Recipe | HeadRecipe) -> Recipe | HeadRecipe:
+def _without_pairs(recipe: Recipe) -> Recipe:
     "A recipe of latents, which are values too: no query could take a pair scale out again."
-    if isinstance(recipe, HeadRecipe):
-        return HeadRecipe(tuple(map(_without_pairs, recipe.heads)))
     return replace(recipe, key=replace(recipe.key, pair_scale="none"))
 
 
@@ -607,7 +594,7 @@ def plan_layers(
         want = f"one recipe for each of the {n} layers with keys and values"
         raise ValueError(f"recipe must be {want}, got a list of {len(recipe)}")
     each = recipe if listed else [recipe] * n
-    recipes = [as_layer_recipe(r, bits) for r in each]
+    recipes = [as_recipe(r, bits) for r in each]
     if max_length is not None and any(r.decay is not None for r in recipes):
         raise ValueError(
             "max_length allocates once, so decay frees nothing; choose one of them"
@@ -633,5 +620,5 @@ def _recipes_to_json(recipes: list) -> str | list:
 
 def _recipes_from_json(saved: str | list) -> Recipe | list:
     "What a cache takes, from what `_recipes_to_json` gave."
-    load = recipe_from_json
+    load = Recipe.from_json
     return [load(x) for x in saved] if isinstance(saved, list) else load(saved)

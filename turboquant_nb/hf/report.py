@@ -128,7 +128,7 @@ def report_of(
     seen = [min(x.held, x.sliding_window - 1) if x.is_sliding else x.held for x in layers]
     values = sum(n * m for n, m in zip(row, seen))
     total = sum(parts.values())
-    by_layer, nbytes = {}, {}  # groups of heads count for their layer
+    by_layer, nbytes = {}, {}  # an index counts for its layer
     for x in cache.coded_layers:
         by_layer[x.index] = by_layer.get(x.index, Counter()) + x.calls
     for x, s, tail in zip(layers, stores, tails):
