@@ -35,9 +35,7 @@ RECIPES = {
     "prod (QJL residual)": Recipe(Spec(3, residual="qjl"), Spec(3)),
 }
 TRELLIS = {"2 bits": Recipe(Spec(2), Spec(2)), "3 bits": Recipe(Spec(3), Spec(3))} | {
-    f"{bits} bits, {name}": Recipe(Spec(bits, codebook=name), Spec(bits, codebook=name))
-    for bits in (2, 3)
-    for name in ("trellis_fast", "trellis")
+    f"{bits} bits, trellis": Recipe(*[Spec(bits, codebook="trellis")] * 2) for bits in (2, 3)
 }
 HEADS, GROUPS, D = 3, 3, 64
 

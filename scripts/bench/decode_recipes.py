@@ -42,7 +42,7 @@ TRELLIS = {
     for center in ("prompt_mean", "pre_rope")
     for bits, kind in (
         *((b, "sphere") for b in (2, 3, 4)),
-        *((b, kind) for b in (2, 3) for kind in ("trellis_fast", "trellis")),
+        *((b, kind) for b in (2, 3) for kind in ("trellis",)),
     )
 }
 

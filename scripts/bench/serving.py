@@ -359,7 +359,7 @@ def options(p):
             "bf16, bf16-triton, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with "
             "128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens; "
             "…-even: without lists "
-            "of work, ragged: alone; k2v2-trellis_fast-128: a preset's trellis for reading"
+            "of work, ragged: alone"
         ),
     )
     p.add_argument(

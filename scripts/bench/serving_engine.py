@@ -134,20 +134,13 @@ SIZES = 1, 2, 4, 8, *range(16, 129, 16)  # tokens of a step that are replayed fr
 
 
 def recipe_of(name):
-    """A preset's name, or the preset named before "_fast" with the trellis that is faster to
-    read; bits alone (k3v4) where no preset has them."""
-    from turboquant_nb.quant.recipe import PRESETS, preset
+    "A preset's name; bits alone (k3v4) where no preset has them."
+    from turboquant_nb.quant.recipe import PRESETS
 
-    if not name.endswith("_fast"):
-        bits = re.fullmatch(r"k(\d)v(\d)", name)
-        if name in PRESETS or not bits:
-            return name
-        return dict(zip(("key", "value"), (dict(bits=int(x)) for x in bits.groups())))
-
-    found = json.loads(preset(name.removesuffix("_fast")).to_json())
-    for side in ("key", "value"):
-        found[side] |= dict(codebook="trellis_fast", pair_scale="none", center="none")
-    return found
+    bits = re.fullmatch(r"k(\d)v(\d)", name)
+    if name in PRESETS or not bits:
+        return name
+    return dict(zip(("key", "value"), (dict(bits=int(x)) for x in bits.groups())))
 
 
 def options(kind, largest, gpus, memory, model="llama-8b"):

@@ -81,15 +81,14 @@ GATE = [
     Case(options=dict(sliding_window=700, softcap=8.0), n=128),
     Case(splits=7),
 ]
-KINDS = "trellis_fast", "trellis"
 CHAINED = [
     Case(kb=bits, vb=bits, d=d, n=n, codebook=kind)
-    for bits, d, n, kind in product((2, 3), (64, 128), (64, 128, 256), KINDS)
+    for bits, d, n, kind in product((2, 3), (64, 128), (64, 128, 256), ("trellis",))
 ] + [
     Case(kb=2, vb=2, n=16, codebook="trellis"),
     Case(kb=2, vb=2, m=4, group=5, codebook="trellis"),
     Case(kb=3, vb=3, n=128, codebook="trellis", options=dict(sliding_window=700, softcap=8.0)),
-    Case(kb=2, vb=3, own=False, codebook="trellis_fast"),
+    Case(kb=2, vb=3, own=False, codebook="trellis"),
 ]
 LISTED = [  # the same with a list of work
     Case(),
@@ -258,13 +257,13 @@ def gate_of_chains():
     "Trellis codes: both kernels, the append and the past of a chunk."
     said = {f"fragments {c}": decode_error("fragments", c) for c in CHAINED}
     said |= {f"portable {c}": decode_error("portable", c) for c in CHAINED[::5]}
-    said |= {f"past, {kind}": past_error(kb=2, codebook=kind) for kind in KINDS}
+    said |= {f"past, {kind}": past_error(kb=2, codebook=kind) for kind in ("trellis",)}
     append = {
         f"append of blocks of {n}, {bits} bits, {kind}": append_share(
             n, d, bits, bits, torch.bfloat16, kind
         )
         for n, (bits, d, kind) in product(
-            (64, 128, 256), ((2, 128, "trellis"), (3, 64, "trellis_fast"), (2, 64, "trellis"))
+            (64, 128, 256), ((2, 128, "trellis"), (3, 64, "trellis"), (2, 64, "trellis"))
         )
     }
     cmd = f"{len(said)} cases of trellis codes against the oracle, worst "
@@ -325,7 +324,7 @@ def timed(what, of, call, nbytes=0, **more):
 def coded(a):
     "((bits of keys and of values, codebook), shapes) of what is measured."
     if a.trellis:
-        return [((b, b, kind), SHAPES[:1]) for b in (2, 3) for kind in (None, *KINDS)]
+        return [((b, b, kind), SHAPES[:1]) for b in (2, 3) for kind in (None, "trellis")]
     bits = ((3, 3),) if a.quick else ((3, 3), (4, 4))
     return [((*b, None), SHAPES[::4] if a.quick else SHAPES) for b in bits]
 

@@ -56,7 +56,6 @@ def ablation():
         ("rotation", "rotation", "haar"),
         ("scale", "scale", "norm"),
         ("scale", "scale", "unbiased"),
-        ("table", "codebook", "gaussian"),
         ("table", "codebook", "uniform"),
     ):
         name = f"3 bits, {best}, window 16, {value} {word}"
@@ -87,19 +86,18 @@ def layers(n):
 
 def trellis():
     "Presets with tables, and with a trellis code in place of both."
-    for name in ("k2v2", "k3v3", "k3v2"):
+    for name in ("k2v2", "k3v3"):
         table = with_pre_rope(name)
         yield name, table, BOTH
-        for code in ("trellis", "trellis_fast"):
-            sides = {s: replace(getattr(table, s), codebook=code) for s in ("key", "value")}
-            yield f"{name} {code}", replace(table, **sides), BOTH
+        sides = {s: replace(getattr(table, s), codebook="trellis") for s in ("key", "value")}
+        yield f"{name} trellis", replace(table, **sides), BOTH
 
 
 def pairs():
     """The bits of keys and values, tables and trellis codes, each without a pair scale and with
     one; no token is recent."""
     for k, v in ((2, 2), (3, 3), (3, 2)):
-        for code in ("sphere", "trellis", "trellis_fast"):
+        for code in ("sphere", "trellis"):
             plain = recipe(k, v, codebook=code)
             scaled = replace(plain, key=replace(plain.key, pair_scale="prompt"))
             name = f"k{k}v{v}" if code == "sphere" else f"k{k}v{v} {code}"

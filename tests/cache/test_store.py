@@ -245,7 +245,7 @@ def random_recipe(rng, d, dv, limit=None, static=False):
             rng.choice(("hadamard", "haar", "identity")),
             rng.randrange(3),
             rng.choice(("norm", "mse", "unbiased")),
-            rng.choice(("sphere", "gaussian", "uniform")),
+            rng.choice(("sphere", "uniform")),
             rng.choice(("none", "prompt_mean", *centers)),
             rng.choice(("float16", "bfloat16", "float32")),
             residual,
@@ -579,7 +579,7 @@ def captured(store, k, v):
     "recipe",
     (
         "k3v3",
-        "k4v2",
+        "k4v3",
         Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3),
         PRE_ROPE,
         Recipe(Spec(3, residual="sign"), Spec(1), 0, 5),

@@ -763,7 +763,7 @@ def written(folder):
             model,
             inputs,
             "turboquant",
-            cache=with_transforms(model, found, "k3v2", **more),
+            cache=with_transforms(model, found, "k4v3", **more),
             padding=False,
             disable_compile=True,
         )

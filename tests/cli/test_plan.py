@@ -150,10 +150,10 @@ def test_what_a_process_made_before_changes_no_count():
 
     config = Gemma3TextConfig(**SMALL | dict(head_dim=64))  # a rotation of 16 KiB
     size = lambda name: plan.CacheSize(config, name, torch.bfloat16).tables
-    kept = size("k3v2")
+    kept = size("k4v3")
     for f in (x for x in vars(rotation).values() if hasattr(x, "cache_clear")):
-        f.cache_clear()  # values of 2 bits are remembered elsewhere, with the old rotation
-    other, again = size("k4v2"), size("k3v2")
+        f.cache_clear()  # values of 3 bits are remembered elsewhere, with the old rotation
+    other, again = size("k3v3"), size("k4v3")
     assert again == kept and abs(other - kept) < 2000, "a few levels more, no second rotation"
 
 

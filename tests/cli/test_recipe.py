@@ -22,15 +22,15 @@ def test_recipe_prints_what_can_be_passed_on(call, name):
 
 
 def test_recipe_options_and_file(call, tmp_path):
-    code, out, _ = call("recipe k4v2 --bits 3 --sinks 1 --recent 7")
-    assert Recipe.from_json(out) == replace(as_recipe("k4v2", 3), sinks=1, recent=7)
+    code, out, _ = call("recipe k4v3 --bits 3 --sinks 1 --recent 7")
+    assert Recipe.from_json(out) == replace(as_recipe("k4v3", 3), sinks=1, recent=7)
     file = tmp_path / "mine.json"
     file.write_text(out)
     assert call(f"recipe {file}")[1] == out
-    got = json.loads(call("recipe k4v2 --json")[1])
+    got = json.loads(call("recipe k4v3 --json")[1])
     assert (
-        got["nominal_bits"] == 3
-        and got["bits_with_scale"] == {"64": 3.25, "128": 3.125}
+        got["nominal_bits"] == 3.5
+        and got["bits_with_scale"] == {"64": 3.75, "128": 3.625}
         and got["recipe"]["key"]["bits"] == 4
     )
     assert (
@@ -56,7 +56,7 @@ def test_recipe_options_and_file(call, tmp_path):
             {"64": 3.375, "128": 3.1875},
             "3.375 at d = 64 and 3.1875 at d = 128",
         ),  # the keys' second number
-        (Recipe(residual="sign"), 3, {"64": 3.25, "128": 3.125}, "3.25 at d = 64"),
+        (Recipe(residual="sign"), 3, {"64": 3.75, "128": 3.625}, "3.25 at d = 64"),
         (
             Recipe(Spec((4, 2) * 8), Spec((1,) * 16)),
             2,
@@ -77,14 +77,14 @@ def test_prices(call, recipe, nominal, costs, words):
 
 @pytest.mark.parametrize("text, bits", [("3", 3), ("2.5", 2.5), ("3.0", 3), ("3.9", 3.9)])
 def test_bits_option(call, text, bits):
-    code, out, _ = call("recipe k4v2", "--bits", text)
+    code, out, _ = call("recipe k4v3", "--bits", text)
     got = Recipe.from_json(out)
-    assert code == 0 and got == as_recipe("k4v2", bits) and type(got.key.bits) is type(bits)
+    assert code == 0 and got == as_recipe("k4v3", bits) and type(got.key.bits) is type(bits)
 
 
 def test_price_is_what_is_stored():
     for recipe in (
-        as_recipe("k4v2", 2.5),
+        as_recipe("k4v3", 2.5),
         Recipe(residual="prod"),
         Recipe(residual="sign"),
         Recipe(Spec((4, 2) * 16), Spec(1, scale_dtype="float32")),

@@ -29,7 +29,7 @@ CONFIG = LlamaConfig(
     vocab_size=8,
 )
 MEAN, BEFORE = dict(center="prompt_mean"), dict(center="pre_rope")
-PRESETS = {name: preset(name) for name in ("k4v4", "k4v3", "k3v3", "k3v2", "k2v2", "k1v1")}
+PRESETS = {name: preset(name) for name in ("k4v4", "k4v3", "k3v3", "k2v2", "k1v1")}
 RECIPES = PRESETS | {
     "nothing exact": Recipe(Spec(4), Spec(2), 0, 0),
     "means of both": Recipe(Spec(3, **MEAN), Spec(3, **MEAN)),
@@ -42,7 +42,7 @@ RECIPES = PRESETS | {
     "haar": Recipe(Spec(3, rotation="haar"), Spec(3, rotation="haar", seed=3)),
     "identity": Recipe(Spec(3, rotation="identity"), Spec(3, rotation="identity")),
     "unbiased": Recipe(Spec(3, scale="unbiased"), Spec(3, scale="norm")),
-    "other levels": Recipe(Spec(3, codebook="gaussian"), Spec(3, codebook="uniform")),
+    "other levels": Recipe(Spec(3), Spec(3, codebook="uniform")),
     "scales in fp32": Recipe(Spec(2, scale_dtype="float32"), Spec(4, scale_dtype="float32")),
 }
 

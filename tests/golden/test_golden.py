@@ -74,5 +74,5 @@ def test_a_change_is_seen(name):
     s.v[0, 1, t, 3] += 0.2
     assert {"planes", "values"} <= {*differences(cases.result(run, s), GOLDENS[name])}
     run, s = of(name)
-    other = differences(cases.result(run, s), GOLDENS["k3v2, prefill, gather"])
+    other = differences(cases.result(run, s), GOLDENS["k4v3, prefill, gather"])
     assert {"planes", "held"} <= {*other}

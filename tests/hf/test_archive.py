@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 def filled(**how):
     "A cache of nine tokens of two rows, the first padded."
-    cache, ids = TurboQuantCache(CONFIG, "k3v2", **how), torch.ones(2, 9, dtype=torch.long)
+    cache, ids = TurboQuantCache(CONFIG, "k4v3", **how), torch.ones(2, 9, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     model = transformers.LlamaForCausalLM(CONFIG).eval()
@@ -132,7 +132,7 @@ def test_a_sliding_layer_that_grows_gets_no_room_for_a_whole_text(static, tmp_pa
         sliding_window=16,
     )
     how = dict(max_length=60, static=True) if static else {}
-    cache, g = TurboQuantCache(config, "k3v2", **how), torch.Generator().manual_seed(0)
+    cache, g = TurboQuantCache(config, "k4v3", **how), torch.Generator().manual_seed(0)
     for i in range(2):
         cache.update(*(torch.randn(1, 1, 40, 16, generator=g) for _ in "kv"), i)
     cache.save(tmp_path / "cache")

@@ -967,7 +967,7 @@ def test_a_pass_codes_its_tokens_at_its_end(recipe, monkeypatch):
     recipe = (
         recipe
         if isinstance(recipe, Recipe)
-        else by_layer("k3v3", len(model.model.layers), {0: "k4v2"})
+        else by_layer("k3v3", len(model.model.layers), {0: "k4v3"})
     )
     mine, want = (TurboQuantCache(model, recipe) for _ in range(2))
     seen, last = [], mine.coded_layers[-1]

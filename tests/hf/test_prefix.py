@@ -73,7 +73,7 @@ WAYS = {
     "two prompts": dict(
         ids=torch.randint(1, 60, (2, 600), generator=GEN), rest=torch.cat([REST, REST.flip(0)])
     ),
-    "a fixed mean": dict(recipe="k4v2"),
+    "a fixed mean": dict(recipe="k4v3"),
 }
 
 

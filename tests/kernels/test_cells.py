@@ -472,14 +472,12 @@ def test_origins_end_whatever_tables_hold(gen):
 
 
 # ---- codes by windows
-FAST, SMALL = "trellis_fast", "trellis"
+CHAIN = "trellis"
 WINDOWS = [  # keys and values: bits, codebook; head size, tokens of a block
-    ((2, SMALL), (2, SMALL), 64, 64),
-    ((2, FAST), (3, SMALL), 64, 128),
-    ((3, FAST), (3, "gaussian"), 128, 256),
-    ((3, "gaussian"), (2, FAST), 64, 64),
-    ((3, SMALL), (3, FAST), 128, 128),
-    ((2, SMALL), (4, "gaussian"), 64, 256),
+    ((2, CHAIN), (3, CHAIN), 64, 128),
+    ((3, CHAIN), (3, "uniform"), 128, 256),
+    ((3, "uniform"), (2, CHAIN), 64, 64),
+    ((2, CHAIN), (4, "uniform"), 64, 256),
 ]
 
 
@@ -569,7 +567,7 @@ def test_windows_are_appended(key, value, d, n, gen, monkeypatch):
 @needs_triton
 def test_windows_are_searched_by_the_kernel(gen):
     "Three tokens of a decode step, searched by the kernel; a state that is not finite is NaN."
-    sides, plan = windowed((2, FAST), (3, "gaussian"), 64, 64, gen)
+    sides, plan = windowed((2, CHAIN), (3, "uniform"), 64, 64, gen)
     _, cache = pool(plan, 2, 1, gen)
     slots = torch.tensor([70, -1, 3], device=DEVICE)
     k, v = torch.randn(2, 3, 1, 64, generator=gen).to(DEVICE)
@@ -630,7 +628,7 @@ def test_kernels_are_searched_for_once(monkeypatch):
 
 def test_windows_that_no_kernel_reads():
     for bits, d in ((1, 64), (2, 80), (3, 32)):
-        side = make_quantizer(Spec(bits, codebook=FAST), d)
+        side = make_quantizer(Spec(bits, codebook=CHAIN), d)
         why = f"keys: a cell holds .*: kernels read chains of 2 or 3 bits and 64 or 128 .* {d}$"
         with pytest.raises(ValueError, match=why):
             CellLayout.of(side, side, 64)
@@ -662,7 +660,7 @@ def test_compiled_for_hopper():
     """The kernels of a step, with tables and with codes by windows, as they are launched: no
     spills where they would cost, copies of 16 bytes."""
     pytest.importorskip("triton.experimental.gluon")
-    two, three = dict(bits=[2, 2], codebook=SMALL), dict(bits=[3, 3], codebook=FAST)
+    two, three = dict(bits=[2, 2], codebook=CHAIN), dict(bits=[3, 3], codebook=CHAIN)
     rows = ahead_of_time(
         dict(kernel="fragments", tokens=64),
         dict(kernel="fragments", tokens=64, listed=False),

@@ -153,7 +153,6 @@ FEATURES = [
     (dict(scale="norm"), {}),
     (dict(residual="sign"), {}),
     (dict(table="uniform"), {}),
-    (dict(table="gaussian"), {}),
     (dict(scale_dtype="bfloat16"), {}),
     (dict(scale_dtype="float32"), {}),
     (dict(dtype=torch.float16), {}),
@@ -675,7 +674,7 @@ def looked_up(codes, levels, along):
     return out.permute(1, 6, 4, 2, 5, 0, 3).reshape(256, -1)
 
 
-CHAINED = ((2, "trellis_fast"), (2, "trellis"), (3, "trellis_fast"), (3, "trellis"))
+CHAINED = ((2, "trellis"), (3, "trellis"))
 
 
 def chained(code, codes, along):
@@ -755,10 +754,10 @@ def test_chains_and_kernels():
             out, want = (f(q[:, :, -2:], store)[0] for f in (by_portable, attend))
             assert (out - want).norm() < (3e-3 if CUDA else 1e-5) * want.norm()
     for more in (dict(d=80, kb=2, vb=2), dict(d=64, kb=1, vb=1)):
-        q, store, _ = setup(**more, table="trellis_fast")
+        q, store, _ = setup(**more, table="trellis")
         for kernel in ("auto", "fragments", "portable"):
             assert "2 or 3 bits and 64 or 128 channels" in refuses(Call.of(q, store), kernel)
-    q, store, _ = setup(d=64, kb=2, vb=2, table="trellis_fast")
+    q, store, _ = setup(d=64, kb=2, vb=2, table="trellis")
     out = ops.attend(q, store)[0]
     assert (out - attend(q, store)[0]).norm() < 1e-3 * out.norm()
 
@@ -1093,7 +1092,6 @@ QUICK = [
     (dict(biased=True, per_head=True), 255, 0),
     (dict(fused=128), 255, 0),
     (dict(fused=64, d=64, rows=8), 255, 0),
-    (dict(bits=[2, 2], codebook="trellis_fast", regs=168), 168, 0),
     (dict(kernel="pre_rope"), 168, 0),
     (dict(kernel="transform"), 168, 0),
     (dict(kernel="transform", rows=32), 168, 0),
@@ -1133,7 +1131,7 @@ SLOW = [
     (dict(fused=48, page=16), 255, 40),
     *((dict(bits=[b, b], codebook=kind, d=128), 255, 0) for b, kind in CHAINED),
     *((dict(bits=[b, b], codebook=kind, d=64, rows=8), 255, 0) for b, kind in CHAINED),
-    (dict(bits=[2, 2], codebook="trellis_fast", fused=128), 255, 40),
+    (dict(bits=[2, 2], codebook="trellis", fused=128), 255, 40),
     (dict(fused=128, capability=80, per_head=True), 255, 40),
     (dict(kernel="pre_rope", rotary=64, capability=80), 168, 0),
     (dict(kernel="transform", d=256), 168, 0),
@@ -1193,7 +1191,7 @@ GPU = [
     *((dict(kb=b, vb=b, d=d, table=t), {}) for b, t in CHAINED for d in (64, 128)),
     *((dict(kb=b, vb=b, center="pre_rope", table=t), {}) for b, t in CHAINED),
     *(
-        (dict(kb=2, vb=2, table="trellis_fast") | case, options)
+        (dict(kb=2, vb=2, table="trellis") | case, options)
         for case, options in (
             *((dict(tile=t), {}) for t in (16, 32, 64, 128)),
             *((dict(G=g), {}) for g in (1, 3, 8, 16)),
@@ -1234,7 +1232,7 @@ def test_gpu_poison_and_nan():
         dict(d=64, kb=4, vb=2),
         dict(d=128, rot="haar"),
         dict(d=128, G=7),
-        dict(d=128, kb=2, vb=2, table="trellis_fast"),
+        dict(d=128, kb=2, vb=2, table="trellis"),
     ):
         check_poison_and_nan("fragments", **case)
 
@@ -1247,7 +1245,7 @@ def test_gpu_graph():
         dict(d=128),
         dict(d=96, n=3, m=3),
         dict(d=128, rot="transform", center="pre_rope"),
-        dict(d=128, kb=2, vb=2, table="trellis_fast", center="pre_rope"),
+        dict(d=128, kb=2, vb=2, table="trellis", center="pre_rope"),
     ):
         q, store, chunk = setup(**(dict(G=4, T=3000) | case))
         want = decode_attention(q, store, **chunk)

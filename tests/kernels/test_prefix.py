@@ -9,14 +9,15 @@ from turboquant_nb.cache.clock import DeviceClock
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.hf.graphs import counted_by_device
 from turboquant_nb.kernels import ops, prefix
+from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 D, H, G = 32, 2, 2
 RECIPES = {
     "k3v3": preset("k3v3"),
-    "k4v2": preset("k4v2"),
-    "fast": preset("k3v3-fast"),
+    "k4v3": preset("k4v3"),
+    "fast": Recipe(Spec(3, center="prompt_mean"), Spec(3)),
     "qjl": Recipe(residual="prod"),
     "trellis": preset("k3v3-trellis"),
     "ring of 20": Recipe(recent=20, sinks=5),

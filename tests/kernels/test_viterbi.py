@@ -50,11 +50,11 @@ def rows(count, n, seed=0):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "which, ends", covering_pairs([*TRELLISES], [("zero", 8), ("tail", 16)]), ids=str
+    "bits, ends", covering_pairs([*TRELLISES], [("zero", 8), ("tail", 16)]), ids=str
 )
-def test_symbols_are_those_of_pytorch(which, ends):
+def test_symbols_are_those_of_pytorch(bits, ends):
     start, n = ends
-    code, x = replace(TRELLISES[which], start=start), rows(75, n)
+    code, x = replace(TRELLISES[bits], start=start), rows(75, n)
     want = code.encode(x)
     assert torch.equal(symbols(code, x, programs=2), want)
     few = slice(0, 9)  # a warp for each
@@ -63,7 +63,7 @@ def test_symbols_are_those_of_pytorch(which, ends):
 
 @needs_triton
 def test_the_block_is_no_part_of_the_result():
-    code, x = TRELLISES[3, "fast"], rows(130, 16, seed=1)
+    code, x = TRELLISES[3], rows(130, 16, seed=1)
     assert torch.equal(symbols(code, x, 1), found := symbols(code, x, 5, block=128))
     seam = replace(code, start="tail"), rows(7, 24)  # not between two groups of eight
     assert torch.equal(symbols(*seam, 1, block=1), seam[0].encode(seam[1]))
@@ -73,7 +73,7 @@ def test_the_block_is_no_part_of_the_result():
 
 @needs_triton
 def test_bad_values_and_bad_shapes():
-    code = TRELLISES[2, "fast"]
+    code = TRELLISES[2]
     x = torch.full((3, 8), float("nan"))
     x[1], x[2] = float("inf"), -float("inf")
     bounds = torch.tensor([[0.0], [1e4], [-1e4]]).expand(3, 8)
@@ -101,15 +101,10 @@ def test_a_gpu_takes_the_kernel_by_itself(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "code, sizes",
-    covering_pairs(
-        [(1, "trellis_fast"), (2, "trellis"), (3, "trellis")], [(64, 64), (80, 128)]
-    ),
-)
-def test_levels_by_windows(code, sizes):
-    (bits, kind), (d, tile) = code, sizes
-    side = Spec(bits, codebook=kind)
+@pytest.mark.parametrize("bits, sizes", covering_pairs([1, 2, 3], [(64, 64), (80, 128)]))
+def test_levels_by_windows(bits, sizes):
+    d, tile = sizes
+    side = Spec(bits, codebook="trellis")
     held = KVStore(Recipe(side, side, 0, 0), 2, 1, d, device=DEVICE, tile=tile)
     x = torch.randn(2, 2, 1, tile + 21, d, generator=torch.Generator().manual_seed(0))
     held.append(*x.to(DEVICE))
@@ -122,15 +117,11 @@ def test_levels_by_windows(code, sizes):
 
 LIMITS = [  # arguments of `build`, registers a thread, KB of shared memory
     (dict(kernel="viterbi", bits=2, codebook="trellis"), 128, 0),
-    (dict(kernel="viterbi", bits=2, codebook="trellis_fast"), 128, 0),
     (dict(kernel="viterbi", bits=3, codebook="trellis"), 96, 0),
-    (dict(kernel="viterbi", bits=1, codebook="trellis_fast"), 136, 0),
-    (dict(kernel="viterbi", bits=3, codebook="trellis_fast", capability=80), 96, 0),
     (dict(kernel="few", bits=2, codebook="trellis"), 72, 0),
     (dict(kernel="few", bits=1, codebook="trellis"), 72, 0),
-    (dict(kernel="few", bits=3, codebook="trellis_fast"), 72, 0),
     (dict(kernel="windows", bits=2, codebook="trellis"), 160, 16),
-    (dict(kernel="windows", bits=3, codebook="trellis_fast", along="channel"), 160, 0),
+    (dict(kernel="windows", bits=3, codebook="trellis", along="channel"), 160, 0),
 ]
 
 

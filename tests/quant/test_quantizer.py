@@ -114,9 +114,7 @@ def test_own_codebook():
     "rotation, scale, table",
     list(
         product(
-            ("hadamard", "haar", "identity"),
-            ("norm", "mse", "unbiased"),
-            ("sphere", "gaussian", "uniform"),
+            ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased"), ("sphere", "uniform")
         )
     ),
 )
@@ -148,7 +146,7 @@ def test_all_specs(rotation, scale, table, dtype, gen):
 
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 16, 24, 63, 80, 127, 320])
 def test_any_head_size(d, gen):
-    for table in ("sphere", "gaussian", "uniform"):
+    for table in ("sphere", "uniform"):
         q = Quantizer(Spec(bits=4, codebook=table), d)
         assert relative(q, torch.randn(50, d, generator=gen)) < 0.2
 

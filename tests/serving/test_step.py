@@ -37,14 +37,9 @@ PAIRS = fit_pair_transform(
     *torch.rand(2, H, D, generator=torch.Generator().manual_seed(0)).square().diag_embed(), D
 ).name
 RECIPES = [
-    (
-        Spec(2, rotation=PAIRS, codebook="trellis_fast"),
-        Spec(2, codebook="trellis_fast"),
-        64,
-        False,
-    ),
+    (Spec(2, rotation=PAIRS, codebook="trellis"), Spec(2, codebook="trellis"), 64, False),
     (Spec(2, codebook="trellis"), Spec(2, codebook="trellis"), 64, True),
-    (Spec(3, codebook="trellis_fast"), Spec(2, codebook="trellis"), 128, False),
+    (Spec(3, codebook="trellis"), Spec(2, codebook="trellis"), 128, False),
     (Spec(3), Spec(3, codebook="trellis"), 256, True),
 ]
 
@@ -150,12 +145,11 @@ def test_rules_that_blocks_do_not_follow():
 def test_recipes_by_windows():
     "Two and three bits are held, at the bytes of a table; what kernels do not read is refused."
     for bits in (2, 3):
-        for name in ("trellis", "trellis_fast"):
-            side = Spec(bits, codebook=name)
-            recipe = serving_recipe(Recipe(side, side))
-            assert recipe.key.codebook == recipe.value.codebook == name
-            table = ServingConfig(Recipe(Spec(bits), Spec(bits))).bytes_per_token(128)
-            assert ServingConfig(recipe).bytes_per_token(128) == table == 32 * bits + 4
+        side = Spec(bits, codebook="trellis")
+        recipe = serving_recipe(Recipe(side, side))
+        assert recipe.key.codebook == recipe.value.codebook == "trellis"
+        table = ServingConfig(Recipe(Spec(bits), Spec(bits))).bytes_per_token(128)
+        assert ServingConfig(recipe).bytes_per_token(128) == table == 32 * bits + 4
     good = Spec(2, codebook="trellis")
     for bad, why in (
         (Spec(1, codebook="trellis"), "value.codebook .* kernels read chains of 2 or 3 bits"),

@@ -99,7 +99,7 @@ def test_a_code_around_a_ring_errs_less_than_one_that_begins_at_zero():
     x = gaussian(400, 64, seed=5)
     error = {}
     for start in ("zero", "tail"):
-        t = TRELLISES[2, "small"]
+        t = TRELLISES[2]
         t = Trellis(t.bits, t.length, t.masks, t.levels, None, start)
         error[start] = float((t.decode(t.encode(x)) - x).square().mean())
     assert error["tail"] < 0.98 * error["zero"]
@@ -127,12 +127,12 @@ def test_training_takes_means_of_what_a_level_was_given():
 RECORD = Path(__file__).parents[2] / "results" / "trellis" / "masks-h100.json"
 
 
-@pytest.mark.parametrize("name", TRELLISES)
-def test_the_shipped_levels_are_those_that_training_keeps(name):
+@pytest.mark.parametrize("bits", TRELLISES)
+def test_the_shipped_levels_are_those_that_training_keeps(bits):
     """Their error is the recorded one, on other draws, and training moves them little.
     Mutants: a mask, a level or a length that is another one."""
     rows = json.loads(RECORD.read_text())["rows"]
-    t = TRELLISES[name]
+    t = TRELLISES[bits]
     x = gaussian(2000, 32, seed=7)
     error = float((t.decode(t.encode(x)) - x).square().mean())
     found = [r for r in rows if (tuple(r["masks"]), r["length"]) == (t.masks, t.length)]
@@ -140,7 +140,7 @@ def test_the_shipped_levels_are_those_that_training_keeps(name):
     again, _ = train_levels(gaussian(2000, 128, seed=8), t.masks, t.length, t.bits, 1, t.table)
     assert (again - t.table).abs().max() < 0.04
     same(t.table, -t.table.flip(0))
-    assert (t.bits, t.start, t.segment) == (name[0], "zero", None)
+    assert (t.bits, t.start, t.segment) == (bits, "zero", None)
 
 
 GOOD = dict(bits=2, length=4, masks=(9, 6), levels=(-1.0, -0.5, 0.5, 1.0))
@@ -194,7 +194,7 @@ def test_vectors_that_a_trellis_cannot_cut(change, n, said):
 
 
 def test_values_beyond_the_last_level_read_as_it():
-    t = TRELLISES[2, "fast"]
+    t = TRELLISES[2]
     out = t.decode(t.encode(torch.tensor([[3e4, -3e4] * 8])))
     assert out.abs().max() == t.table.max()
     same(t.encode(torch.full((1, 16), 1e9)), t.encode(torch.full((1, 16), 8.5)))

@@ -299,12 +299,11 @@ def test_kinds_and_shapes_of_engines():
         == 96
         == exact["compilation_config"]["cudagraph_capture_sizes"][-1]
     )
-    fast = engine.options("k2v2-trellis_fast-128-r16-s4", 8, 1, 0.5)
-    config = ServingConfig.of(fast["additional_config"]["turboquant_nb"])
-    assert config.recipe.key.codebook == config.recipe.value.codebook == "trellis_fast"
-    assert config.bytes_per_token(128) == 68 and (config.recent, config.sinks) == (16, 4)
-    trellis = engine.options("k2v2-trellis-128", 8, 1, 0.5)["additional_config"]
+    trellis = engine.options("k2v2-trellis-128-r16-s4", 8, 1, 0.5)["additional_config"]
     assert trellis["turboquant_nb"]["recipe"] == "k2v2-trellis"
+    config = ServingConfig.of(trellis["turboquant_nb"])
+    assert config.recipe.key.codebook == config.recipe.value.codebook == "trellis"
+    assert config.bytes_per_token(128) == 68 and (config.recent, config.sinks) == (16, 4)
     assert engine.options("fp8", 8, 1, 0.5)[
         "kv_cache_dtype"
     ] == "fp8" and "kv_cache_dtype" not in engine.options("bf16", 8, 1, 0.5)

@@ -318,7 +318,7 @@ def what_was_seen(rows: list, scored: int) -> str:
     app,
     "demo",
     "Use it",
-    "turboquant demo\nturboquant demo --quick\nturboquant demo --recipes k4v2 k3v3 --json > "
+    "turboquant demo\nturboquant demo --quick\nturboquant demo --recipes k4v4 k3v3 --json > "
     "demo.json",
 )
 def demo(

@@ -80,7 +80,7 @@ class _Printed:
     "recipe",
     "Recipes",
     """turboquant recipe k3v3
-    turboquant recipe k4v2 --recent 64 > mine.json
+    turboquant recipe k4v3 --recent 64 > mine.json
     turboquant generate --recipe mine.json --prompt 'Name three whales.'""",
 )
 def recipe(named: _Printed, changes: Changes, output: Output) -> None:

@@ -43,11 +43,10 @@ def _check_bits(bits, residual):
 # %% ../../nbs/20_quantizer.ipynb #6e0caf4e
 CODEBOOKS = {
     "sphere": lambda bits, d: lloyd_max(bits, d if d > 1 else None),
-    "gaussian": lambda bits, d: lloyd_max(bits),
     "uniform": lambda bits, d: uniform(bits, d if d > 1 else None),
 }  # what `Spec.codebook` names: a channel's codebook, at unit variance, by bits and head size
 CODES = {}  # what it may name besides: name -> function of (spec, d) that makes a `Code`
-LATER_CODES = ("trellis", "trellis_fast")  # which chapter 21b registers
+LATER_CODES = ("trellis",)  # which chapter 21b registers
 
 # %% ../../nbs/20_quantizer.ipynb #d8371c50
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Spec:
     )
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
-    # "sphere" (exact law at this d), "gaussian", "uniform", "trellis" (channels coded together,
-    # smallest error), "trellis_fast" (quicker to decode) or the name of a registered code
+    # "sphere" (exact law at this d), "uniform", "trellis" (channels coded together, smallest
+    # error) or the name of a registered code
     codebook: str = "sphere"
     # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE) or the name
     # of a registered centre; "auto": see `Recipe.settled`

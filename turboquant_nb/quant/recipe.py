@@ -117,23 +117,23 @@ class Recipe(TwoSides):
         )
 
 # %% ../../nbs/20b_recipe.ipynb #a960cdb2
-PRESETS = {
-    f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (4, 2), (3, 2), (2, 2), (1, 1))
-} | {"k4v4-fast": (4, 4), "k3v3-fast": (3, 3), "k3v3-trellis": (3, 3), "k2v2-trellis": (2, 2)}
+PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (2, 2), (1, 1))} | {
+    "k3v3-trellis": (3, 3),
+    "k2v2-trellis": (2, 2),
+}
 
 
 def preset(
-    name: str,  # "k4v4", "k3v3", "k4v2", "k2v2", …
+    name: str,  # "k4v4", "k3v3", "k2v2", …
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
-    side has 1 or 2 bits; the mean of keys that suits the model, or, for speed, that of the
-    prompt ("-fast"); scalar codes, or trellis codes with a pair scale of the prompt
-    ("-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
+    side has 1 or 2 bits; the mean of keys that suits the model; scalar codes, or trellis codes
+    with a pair scale of the prompt ("-trellis"). Raises ValueError for a name that is not in
+    `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
-    way = name.partition("-")[2]
-    key = Spec(bits=k, center="prompt_mean" if way == "fast" else "auto")
+    key = Spec(bits=k, center="auto")
     value, recent = Spec(bits=v), 16 if min(k, v) > 2 else 64
-    if way == "trellis":
+    if name.endswith("-trellis"):
         key = replace(key, codebook="trellis", pair_scale="prompt")
         value = replace(value, codebook="trellis")
     return Recipe(key, value, recent=recent)

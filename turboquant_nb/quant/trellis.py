@@ -129,27 +129,24 @@ def _on_int8_grid(trellis: Trellis) -> Trellis:
 
 
 @lru_cache(maxsize=64)
-def _trellis_code(codebook: str, bits: int, d: int) -> TrellisCode:
-    "The one code of a name, bits and head size."
-    small = codebook == "trellis"
-    trellis = _on_int8_grid(TRELLISES[bits, "small" if small else "fast"])
-    start = "tail" if small and d >= 64 else "zero"
+def _trellis_code(bits: int, d: int) -> TrellisCode:
+    "The one code of so many bits and a head size."
+    trellis = _on_int8_grid(TRELLISES[bits])
     with torch.inference_mode(False):
-        return TrellisCode(replace(trellis, start=start), d)
+        return TrellisCode(replace(trellis, start="tail" if d >= 64 else "zero"), d)
 
 
 def trellis_code(
-    spec: Spec,  # its `codebook` is "trellis" or "trellis_fast"
+    spec: Spec,  # its `codebook` is "trellis"
     d: int,  # head size
 ) -> TrellisCode:
-    "The code of a name. Raises ValueError for bits or head sizes that it does not have."
+    "The code of a spec. Raises ValueError for bits or head sizes that it does not have."
     if type(spec.bits) is not int or spec.bits > 3 or d % 16 or not 16 <= d <= 256:
         want = "1, 2 or 3 bits and a head size that is a multiple of 16 up to 256"
         raise ValueError(
             f"codebook={spec.codebook!r} has {want}, got bits={spec.bits!r} and d = {d}"
         )
-    return _trellis_code(spec.codebook, spec.bits, d)
+    return _trellis_code(spec.bits, d)
 
 
-for name in ("trellis", "trellis_fast"):
-    register_code(name, trellis_code)
+register_code("trellis", trellis_code)

@@ -223,27 +223,17 @@ def _antisymmetric(half: tuple) -> tuple:
 
 
 TRELLISES = {
-    (1, "fast"): Trellis(1, 7, (2, 37), _antisymmetric((0.3613, 1.1802))),
-    (1, "small"): Trellis(
-        1, 8, (20, 130, 79), _antisymmetric((0.3471, 0.4822, 0.7857, 1.4235))
-    ),
-    (2, "fast"): Trellis(2, 8, (4, 145, 66), _antisymmetric((0.1791, 0.5957, 1.0673, 1.864))),
-    (2, "small"): Trellis(
+    1: Trellis(1, 8, (20, 130, 79), _antisymmetric((0.3471, 0.4822, 0.7857, 1.4235))),
+    2: Trellis(
         2,
         8,
         (32, 24, 66, 137),
         _antisymmetric((0.1105, 0.2549, 0.4603, 0.6637, 0.9481, 1.1047, 1.4594, 2.1079)),
     ),
-    (3, "fast"): Trellis(
-        3,
-        7,
-        (8, 65, 4, 2),
-        _antisymmetric((0.0828, 0.3092, 0.4897, 0.7386, 0.9774, 1.294, 1.7211, 2.4112)),
-    ),
-    (3, "small"): Trellis(
+    3: Trellis(
         3,
         8,
         (16, 98, 129, 68),
         _antisymmetric((0.0906, 0.2867, 0.4789, 0.7082, 0.9518, 1.273, 1.7183, 2.4134)),
     ),
-}  # (bits, "fast": few exclusive ors, or "small": small error); results/trellis/masks-h100.json
+}  # by bits: the smallest error that was found; results/trellis/masks-h100.json
