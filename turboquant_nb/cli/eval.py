@@ -101,9 +101,6 @@ class Measure:
     units: Callable  # number of caches -> units of progress
     rows: Callable  # (model, tokenizer, ids, candidates, tick) -> rows
     cache_length: int | None = None  # of a cache; None: it grows as it needs
-    seed: int = 0
-    more: Callable = lambda rows: {}  # what else the record says, `rows` instead of these too
-    grow: Callable = lambda model, compared: compared  # candidates -> with others made of them
 
 
 @options("Text")
@@ -179,30 +176,23 @@ def evaluate(measure: Measure, caches: Caches, common: Common) -> None:
         raise Usage(f"this model reads {most:,} tokens; {measure.tokens:,} were asked for")
     with hushed():
         compared = [_candidate(model, x, measure.cache_length) for x in asked]
-        compared = measure.grow(model, compared)
         ids = measure.read(tokenizer).to(model.device)
         gate = scores.one_pass_gate(model, ids, prompt=min(64, ids.shape[1] - 16))
         label = f"measuring {len(compared)} caches, {measure.name}"
         with output.stage(label, measure.units(len(compared))) as stage:
             rows, stopped = collected(measure.rows(model, tokenizer, ids, compared, stage.tick))
-    what = dict(experiment=f"eval {measure.name}", seeds=[measure.seed])
+    what = dict(experiment=f"eval {measure.name}", seeds=[0])
     what |= dict(rows=rows, gate=gate, data={"id": measure.label, "n": measure.n})
-    found = recorded(model, weights.model, common.typed, **what) | measure.more(rows)
+    found = recorded(model, weights.model, common.typed, **what)
     found |= {"stopped": True} if stopped else {}
-    targets.end(found, _drawn, output, lambda: _tell(found["rows"]))
-
-
-def _tell(rows: list) -> None:
-    "A table for each measure that rows are of."
-    for part in tasks.by_measure(rows):
-        show_table(tasks.table_cells(part))
+    targets.end(found, _drawn, output, lambda: show_table(tasks.table_cells(rows)))
 
 
 def _drawn(found: dict):
     "The rows of a record as a figure."
     fig = figures.Figure(figsize=(7, 4.5), layout="constrained")  # no window, no global state
     ax = fig.subplots()
-    tasks.plot(tasks.by_measure(found["rows"])[0], ax)
+    tasks.plot(found["rows"], ax)
     ax.set_title(f"{found['model']['id']}, {found['data']['n']} windows")
     return fig
 
