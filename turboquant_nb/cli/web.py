@@ -41,7 +41,9 @@ def answering(
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
         n, most = ids.shape[1], context_length(model)
         if not 0 < n < most:
-            raise Usage(f"the conversation has {n:,} tokens; this model reads 1 to {most - 1:,}")
+            raise Usage(
+                f"the conversation has {n:,} tokens; this model reads 1 to {most - 1:,}"
+            )
         cache, limit = new_cache(), min(how.length.max_new_tokens, most - n)
         tokens = generated(how, model, ids.to(model.device), cache, limit)
         return tokenizer.decode(tokens, skip_special_tokens=True), status(cache)
