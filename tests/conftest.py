@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(items):
 
 # A test that never runs checks nothing. Where everything of [dev] is installed (CI=true) a test
 # may be skipped for want of a GPU, or because what it asks does not exist for its parameter, or
-# for want of vLLM, which has an environment of its own; another optional package that is missing
-# there is an error, and so is a new reason.
+# for want of vLLM, which has an environment of its own; another optional package that is
+# missing there is an error, and so is a new reason.
 MAY_SKIP = re.compile(
     "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM) is not installed|"
     "TURBOQUANT_SLOW|only for some models|not in this "

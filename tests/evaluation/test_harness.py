@@ -1,18 +1,21 @@
 """lm-evaluation-harness on codes: what is scored, what is written, and the command."""
 
+import importlib
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from lm_eval import simple_evaluate
-from lm_eval.tasks import TaskManager
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from tests.cli.conftest import SIZE, save
 from turboquant_nb import Recipe, Spec, TurboQuantCache
-from turboquant_nb.evaluation.harness import HFLM, Harness, cli_evaluate
+
+lm_eval = pytest.importorskip("lm_eval")
+harness = importlib.import_module("turboquant_nb.evaluation.harness")
+TaskManager = importlib.import_module("lm_eval.tasks").TaskManager
+Harness, HFLM = harness.Harness, harness.HFLM
 
 BARE = Recipe(Spec(bits=2), Spec(bits=2), sinks=1, recent=0)
 TASK = Path(__file__).parent / "harness"
@@ -106,12 +109,12 @@ def test_the_command_knows_the_model_and_a_task_beside_it(tiny, tmp_path, monkey
     ask = f"lm_eval --model turboquant --model_args pretrained={tiny},recipe=k3v3,chunk=64 "
     ask += "--tasks letters --include_path . --device cpu --batch_size 4 --output_path out"
     monkeypatch.setattr(sys, "argv", [*ask.split(), "--log_samples"])
-    cli_evaluate()
+    harness.cli_evaluate()
     (samples,) = (tmp_path / "task/out").rglob("samples_letters_*.jsonl")
     assert samples.read_text().count("\n") == 4
     tasks = dict(tasks=["letters"], task_manager=TaskManager(include_path="."))
     args = dict(pretrained=tiny, recipe=dict(key=dict(bits=2), value=dict(bits=2)))
-    found = simple_evaluate("turboquant", args, device="cpu", batch_size=2, **tasks)
+    found = lm_eval.simple_evaluate("turboquant", args, device="cpu", batch_size=2, **tasks)
     assert 0 <= found["results"]["letters"]["acc,none"] <= 1
 
 
