@@ -29,8 +29,8 @@ interpreter.quicken()
 # with: no long file is left for the end.
 LONGEST = (
     "encode_kernel cells hf chat bench decode_kernel hf_graphs models hf_model viterbi "
-    "way calibrate hf_kernels long app esm hf_static answers architectures "
-    "apple sandbox store attention generation hf_system hf_random evaluate"
+    "way calibrate hf_kernels app esm hf_static answers architectures "
+    "apple store attention generation hf_system hf_random evaluate"
 ).split()
 
 
@@ -56,10 +56,10 @@ def pytest_collection_modifyitems(items):
 
 # A test that never runs checks nothing. Where everything of [dev] is installed (CI=true) a test
 # may be skipped for want of a GPU, or because what it asks does not exist for its parameter, or
-# for want of vLLM or gradio, which have environments of their own; another optional
-# package that is missing there is an error, and so is a new reason.
+# for want of vLLM, which has an environment of its own; another optional package that is
+# missing there is an error, and so is a new reason.
 MAY_SKIP = re.compile(
-    "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM|gradio) is not installed|"
+    "GPU|CUDA|no chromium|(torchao|gptqmodel|gguf|vLLM) is not installed|"
     "TURBOQUANT_SLOW|only for some models|not in this "
     "transformers|not a model here|own cache does not work there|no history here"
 )

@@ -83,7 +83,7 @@ def test_the_commands_are_the_files_of_the_folder():
                     "eval ppl --against dense",
                     "serve nothing --recipe",
                     "recipe",
-                    "web --recipe k3v3",
+                    "web --recipe",
                 )
             ],
             2,
@@ -300,7 +300,7 @@ def test_completion_is_quick_and_needs_no_torch():
     )
     for line, want in (
         ("turboquant rec", ["recipe"]),
-        ("turboquant eval ", ["attention", "logits", "long", "ppl"]),
+        ("turboquant eval ", ["attention", "logits", "ppl"]),
         ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
         ("turboquant generate --attention s", ["sdpa"]),
         ("turboquant demo --recipes --js", ["--json"]),

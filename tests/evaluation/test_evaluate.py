@@ -32,7 +32,6 @@ from turboquant_nb.evaluation.score import (
 from turboquant_nb.evaluation.tasks import (
     attention_error,
     kept_tokens,
-    _needle_texts,
     next_token,
     perplexity,
     plot,
@@ -298,37 +297,6 @@ def test_windows_alternate_between_texts_and_start_with_the_first_token():
         ValueError, match="4 windows of 12 tokens were asked for, and the text gives"
     ):
         text_windows(Words(), [a, b], 4, 12)
-
-
-def test_needles():
-    ids, spans = _needle_texts(Words(), 300, 0.5, 2, "One thing. Another thing. " * 40, 0)
-    for row, (a, b) in zip(ids, spans):
-        asked = "".join(chr(int(t)) for t in row[300:a])
-        number = [int(t) for t in row[a:b]]
-        assert asked.startswith("The") and b - a == 6  # a space and five digits
-        fact = row[:300].tolist()
-        at = [i for i in range(300) if fact[i : i + 6] == number]
-        assert (
-            len(at) == 1 and 100 < at[0] < 220
-        )  # the answer is in the book once, in its middle
-    first, last = (
-        _needle_texts(Words(), 300, d, 2, "One thing. Another thing. " * 40, 0)[0]
-        for d in (0.0, 1.0)
-    )
-    assert not torch.equal(first, last)
-
-
-def test_a_book_has_its_length_where_the_last_sentence_is_longer_than_the_first():
-    sentences = (
-        "Ho. "
-        + "A sentence of some length. "
-        + "A sentence that is longer than all that stand before it, by far. "
-    )
-    for length in range(64, 200):
-        ids, spans = _needle_texts(Words(), length, 0.5, 3, sentences, 0)
-        for row, (a, b) in zip(ids, spans):
-            assert "".join(chr(int(t)) for t in row[a:b]).strip().isdigit()
-            assert "".join(chr(int(t)) for t in row[length:a]).startswith("The pass number")
 
 
 def test_rows_of_all_measures(llama, tmp_path):

@@ -11,6 +11,7 @@ MEANS = "keys with a centre cannot have a soft cap: leave the calibration's mean
 WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
 _LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
 _PLAN = "of the target of an encode, which is no object any more"
+_WEB = "of the side-by-side page, which is a conversation now"
 _INSTALL = "by `checks.missing`, with the repository's address: no index has the package"
 GONE: dict[str, str] = {
     "this package is imported but not installed, so vLLM cannot find its backend: pip install "
@@ -110,6 +111,13 @@ GONE: dict[str, str] = {
     "--apart must be at least 1, got {}": _LEAST,
     "{} must be at least 1, got {}": _LEAST,
     "{} was written with other weights than this model's": "by `check_weights`",
+    "--port {}: cannot listen at {} ({})": "by gradio",
+    "head must be from 0 to {}, got {}": _WEB,
+    "layer must be from 0 to {}, got {}": _WEB,
+    "the prompt has {} tokens, with the answer {}; this model reads {}": _WEB,
+    "the prompt is empty": _WEB,
+    "there is nothing stored yet: ask something first": _WEB,
+    "tokens must be from 1 to 1,024, got {}": _WEB,
 }
 
 

@@ -438,9 +438,7 @@ def _all(
 
 
 def group(name: str, panel: str, text: str, examples: str) -> typer.Typer:
-    "A command of commands, such as `turboquant eval`; the one of this name, if there is one."
-    if known := [x.typer_instance for x in app.registered_groups if x.name == name]:
-        return known[-1]
+    "A command of commands, such as `turboquant eval`."
     sub = typer.Typer(pretty_exceptions_enable=False)
     how = dict(help=text, rich_help_panel=panel, context_settings=_SETTINGS)
     app.add_typer(sub, name=name, cls=_exemplified(_Commands, examples), **how)

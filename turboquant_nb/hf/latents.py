@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from fastcore.basics import patch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from .layer import CodedStates
 from .hooks import eagerly
