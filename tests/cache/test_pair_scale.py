@@ -347,11 +347,10 @@ def test_queries_of_the_last_tokens_alone():
     assert (got - want).abs().max() < 0.05 and got.std() > 0.1
 
 
-def test_files_carry_it(tmp_path):
+def test_files_carry_it():
     data = q, k, v, freq = states()
     store = fitted(scaled(), data)
-    store.save(tmp_path / "s")
-    again = KVStore.load(tmp_path / "s")
+    again = store_of(*state_of(store))
     for a, b in zip(store.read(), again.read()):
         same(a, b)
     same(store.key.frame.pair, again.key.frame.pair)

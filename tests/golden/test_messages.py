@@ -112,6 +112,11 @@ GONE: dict[str, str] = {
     "--apart must be at least 1, got {}": _LEAST,
     "{} must be at least 1, got {}": _LEAST,
     "{} was written with other weights than this model's": "by `check_weights`",
+    # of the cold tier, before one safetensors file took its place
+    "hf/storage": "nothing is entropy coded",
+    "these tensors are not the state of a single store": "`files.Saved` names what is missing",
+    "{} holds a single store, not a cache; read it with KVStore.load": "no such files",
+    "only a filled cache whose layers are all coded can be saved": "others can be saved, too",
 }
 
 

@@ -300,8 +300,8 @@ def test_conversation_continues(name):
 
 @torch.no_grad()
 def test_a_state_beside_codes_follows_them(tmp_path):
-    """Rows, copies and a reset take a layer's recurrent state along; what would leave it behind
-    is refused."""
+    """Rows, copies, files and a reset take a layer's recurrent state along; what would leave it
+    behind is refused."""
     model, ids = tiny("falcon_h1"), prompt(3, 30, padded=False)["input_ids"]
     model.set_attn_implementation("eager")
     cache, token = TurboQuantCache(model, "k3v3"), ids[:, :1]
@@ -312,12 +312,13 @@ def test_a_state_beside_codes_follows_them(tmp_path):
     kept["mask"].batch_select_indices(torch.tensor([True, False, True]))
     kept["twice"].batch_repeat_interleave(2)
     kept["order"].reorder_cache(torch.tensor([1, 1, 0]))
+    cache.save(tmp_path / "mixed")
+    back = TurboQuantCache.load(tmp_path / "mixed", model)
     want = step(cache)
+    assert torch.equal(step(back), want) and torch.equal(step(back), step(copy.deepcopy(cache)))
     rows = dict(rows=[2, 0], mask=[0, 2], twice=[0, 0, 1, 1, 2, 2], order=[1, 1, 0])
     for name, of in rows.items():
         torch.testing.assert_close(step(kept[name], of), want[of], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="layers are all coded"):
-        cache.save(tmp_path / "mixed")
     with pytest.raises(RuntimeError, match="does not track past states"):
         cache.crop(-1)
     assert not cache.is_croppable and cache.get_seq_length() == 31
@@ -525,7 +526,7 @@ SHARERS = {
 
 
 @pytest.mark.parametrize("name", SHARERS)
-def test_layers_that_take_anothers_keys(name):
+def test_layers_that_take_anothers_keys(name, tmp_path):
     """By presets, whose mean of keys asks how the model rotates: Gemma 3n and 4 rotate one
     tensor at a time, and presets were refused with torch's error. Gemma 4 brings only the last
     queries to layers that take another's keys: they were taken for the first ones (of a sliding
@@ -569,6 +570,11 @@ def test_layers_that_take_anothers_keys(name):
         for kwargs in ({}, dict(prompt_lookup_num_tokens=4))
     )
     assert torch.equal(plain, drafted)
+    cache.save(tmp_path / "c")
+    back, step = TurboQuantCache.load(tmp_path / "c", model), ids[:, :1].repeat(2, 1)
+    with torch.no_grad():
+        said = [model(step, past_key_values=x).logits for x in (cache, back)]
+    assert torch.equal(*said)
 
 
 @pytest.mark.parametrize(
