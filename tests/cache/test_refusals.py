@@ -49,7 +49,7 @@ def digest(store) -> dict:
     numbers = dict(start=store.start, end=store.end, position=store.clock.position)
     tensors |= {name: t for name, t in numbers.items() if t is not None}
     tensors |= dict(zip(("read k", "read v"), store.read()))
-    plain = ("length", "offset", "batch", "capacity", "nbytes", "uncoded")
+    plain = ("length", "offset", "batch", "capacity", "nbytes")
     return (
         {name: sha(t) for name, t in tensors.items()}
         | {name: getattr(store, name) for name in plain}
@@ -58,7 +58,6 @@ def digest(store) -> dict:
             "device": store.device,
             "truncated": [part.memory.truncated_tiles for part in store.parts],
             "quantizers": [id(part.q) for part in store.parts],
-            "frames": [part.frame.digest for part in store.parts],
         }
     )
 

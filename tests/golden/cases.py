@@ -47,9 +47,6 @@ RECIPES = PRESETS | {
 }
 
 
-WITHOUT_TABLE = "half bits", "bits by channel", "qjl"  # once read by the look-up of a CPU
-
-
 class States:
     "Keys and values of a case, [B, H, n, D] each, and queries. The mean of keys is not 0."
 
@@ -247,16 +244,17 @@ def of_cache(recipe, path, tokens=80, **how):
 def all_cases():
     "name -> (function of states -> (tensors held, outputs, bytes), tokens)."
     for name, recipe in RECIPES.items():
-        backend = "torch" if name == "means of both" else "gather"
-        takes = "auto" if name in WITHOUT_TABLE else backend
-        yield f"{name}, prefill, {backend}", of_store(recipe, "prefill", takes)
+        if name == "means of both":
+            yield f"{name}, prefill, torch", of_store(recipe, "prefill", "torch")
+        else:
+            yield f"{name}, prefill", of_store(recipe, "prefill", "auto")
     for name in ("k3v3", "half bits"):
         for path in PATHS:
             if path != "prefill":
                 yield f"{name}, {path}", of_store(RECIPES[name], path)
         yield f"{name}, prefill, torch", of_store(RECIPES[name], "prefill", "torch")
     yield "decay, two tiles", of_store(RECIPES["decay"], "chunks", "torch", tokens=300)
-    yield "k3v3, two tiles", of_store(RECIPES["k3v3"], "chunks", "gather", tokens=300)
+    yield "k3v3, two tiles", of_store(RECIPES["k3v3"], "chunks", "auto", tokens=300)
     for path in CACHE_PATHS:
         yield f"k3v3, cache, {path}", of_cache("k3v3", path)
     how = dict(static=True, max_length=256)
@@ -270,11 +268,7 @@ INTERPRETED = {  # in Triton's interpreter, on the states of another case
     f"{name}, interpreter, {path}": (run, twin)
     for name in ("k3v3", "k4v4")
     for path, run, twin in (
-        (
-            "prefill",
-            of_store(RECIPES[name], "prefill", "triton")[0],
-            f"{name}, prefill, gather",
-        ),
+        ("prefill", of_store(RECIPES[name], "prefill", "triton")[0], f"{name}, prefill"),
         ("cache", of_cache(name, "steps", backend="triton")[0], f"{name}, cache, steps"),
     )
 }

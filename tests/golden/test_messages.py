@@ -114,6 +114,7 @@ GONE: dict[str, str] = {
     "{} was written with other weights than this model's": "by `check_weights`",
     # of the cold tier, before one safetensors file took its place
     "hf/storage": "nothing is entropy coded",
+    "the look-up of four codes cannot serve this call: {}": "`ops` says it of every backend",
     "these tensors are not the state of a single store": "`files.Saved` names what is missing",
     "{} holds a single store, not a cache; read it with KVStore.load": "no such files",
     "only a filled cache whose layers are all coded can be saved": "others can be saved, too",

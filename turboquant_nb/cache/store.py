@@ -18,7 +18,6 @@ from .. import checks
 from turboquant_nb.cache.append import (
     _adopt,
     _check_room,
-    _code,
     _truncations,
     angles,
     append_by_host,
@@ -76,9 +75,6 @@ class KVStore:
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = (
             0  # first position whose slot of the ring was not overwritten and cropped
-        )
-        self.uncoded = (
-            False  # whether of the newest token only the exact state was taken, see `complete`
         )
         self.waiting = []  # chunks that wait for the queries of the first, see `wait`
         if self.key.q.centre.rotates:
@@ -179,22 +175,10 @@ class KVStore:
 
     @_plain
     def complete(self, q: Tensor | None = None, mean_of=None) -> None:
-        """Code what was taken without codes: the newest token of which only the exact state was
-        taken, or the chunks that `wait`, by the pair scale of the first chunk's queries `q`.
+        """Code the chunks that `wait`, by the pair scale of the first chunk's queries `q`.
         Raises ValueError if something cannot be coded; it is then forgotten."""
-        if not self.uncoded:
-            return
         if self.waiting:
-            return _code_waiting(self, q, mean_of)
-        last = self.length - 1
-        slot = last % self.recipe.recent
-        states = tuple(part.exact.recent[:, :, slot : slot + 1] for part in self.parts)
-        try:
-            _code(self, states, [part.mean for part in self.parts], ("k", "v"), last)
-        except ValueError:
-            self.crop(1)
-            raise
-        self.uncoded = False
+            _code_waiting(self, q, mean_of)
 
     # --- reading
 
@@ -410,7 +394,7 @@ def wait(
 
 def _hold_back(store, chunks: list, length: int) -> None:
     "Have chunks that wait, of so many tokens."
-    store.waiting, store.uncoded, store.length = chunks, bool(chunks), length
+    store.waiting, store.length = chunks, length
     store.clock.count(length)
 
 
@@ -532,8 +516,7 @@ def crop(
     whole = _whole_again(self, length)
 
     def change():
-        # a token without codes is the first to be forgotten, and new ones enter the ring
-        self.length, self.uncoded, self._recent_from = length, False, min(since, length)
+        self.length, self._recent_from = length, min(since, length)
         for part, new in zip(self.parts, ring):
             part.exact.put(new)
         for part in self.parts if not length else ():
@@ -563,7 +546,7 @@ def _crop_together(
     ends = tail.first, tail.past, one.length
     kind = one.length, recent, one.clock.fixed, one.device, one.device
     for s, t in zip(stores, tails):
-        odd = s.waiting or s.uncoded or s.offset or s.end is not None
+        odd = s.waiting or s.offset or s.end is not None
         if odd or s.recipe.decay is not None or t is None or (t.first, t.past, t.end) != ends:
             return None
         if (s.length, s.recipe.recent, s.clock.fixed, s.device, t.key.device) != kind:

@@ -74,7 +74,7 @@ def _are_alike(a, b) -> bool:
 
 def _is_like(new: KVStore, old: KVStore) -> bool:
     "Whether the codes of a store that the host counts can lie in the tensors of another."
-    tied = new.offset or new.waiting or new.uncoded or new.clock.fixed
+    tied = new.offset or new.waiting or new.clock.fixed
     if tied or new.end is not None or new.cos_sin is not old.cos_sin:
         return False
     return all(map(_are_alike, new.parts, old.parts))
@@ -101,7 +101,7 @@ def _move(new: list, old: list) -> None:
     source, target = source + [lengths] * len(old), target + [b.clock.position for b in old]
     torch._foreach_copy_(target, source)
     for a, b in zip(new, old):
-        b.length, b._recent_from, b.uncoded = a.length, a._recent_from, False
+        b.length, b._recent_from = a.length, a._recent_from
         b.ranges.know(a.ranges.starts)
         b.changed()
 
