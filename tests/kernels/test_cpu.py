@@ -393,8 +393,10 @@ def check_newest(mine, want, states):
         step = torch.finfo(q.scale_dtype).eps + q.d * 2.0**-23  # of sums of d numbers
         alike = (a.codes == b.codes).all(-1)
         torch.testing.assert_close(a.scale[alike], b.scale[alike], rtol=step, atol=0)
-        for m, w in zip(mine.exact(side), want.exact(side)):
-            assert torch.equal(m, w)
+        (m, at), (w, there) = mine.exact(side), want.exact(side)
+        newest = at == last  # after a crop older ones are decoded, by scales that may differ
+        assert torch.equal(at, there)
+        assert torch.equal(m.transpose(1, 2)[newest], w.transpose(1, 2)[newest])
     assert min(sure) > 0.9, sure
 
 
