@@ -47,7 +47,7 @@ from notebooks import text_of
 
 IMPORT_BUDGET = 0.5  # seconds that `import turboquant_nb` may take beyond `import torch`
 # Notebooks that take longest: a full run computes them once, in its second pass (`foreign`)
-ONCE = "21_residual 57_storage 60_calibrate 61_sensitivity 83_score 84_tasks"
+ONCE = "21_residual 60_calibrate 61_sensitivity 83_score 84_tasks"
 MOST_WORKERS = 4  # processes that run notebooks or tests at once, where there are as many cores
 STEPS = {}
 closing_line = ""  # what pytest said last

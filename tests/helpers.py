@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from turboquant_nb.cache import codec
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.pages import Recent
-from turboquant_nb.cache.codec import KVStore
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.rotation import Transform
@@ -48,24 +47,6 @@ def ahead_of_time(*cases, script=None):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def records_of(path, format: str = codec.FORMAT) -> tuple:
-    "(header, records but the end: [kind, layer, first tile, tiles, bytes]) of a file."
-    with codec.opened(path, format=format) as reader:
-        out = [reader.record()[1:]]
-        while out[-1][0] != codec.END:
-            out.append(reader.record()[1:])
-    return reader.header, [[*x] for x in out[:-1]]
-
-
-def reseal(path, header: dict, records: list) -> None:
-    "Write records with the checksums that belong to them, whatever they hold."
-    with open(path, "wb") as file:
-        writer = codec.Writer(file, header)
-        for kind, layer, first, tiles, data in records:
-            writer.record(kind, [bytes(data)], layer, first, tiles)
-        writer.close()
 
 
 def host_calls(step):

@@ -9,7 +9,7 @@ _HOME = {
     "Recipe": "quant.recipe",
     "Spec": "quant.quantizer",
     "preset": "quant.recipe",
-    "KVStore": "cache.codec",
+    "KVStore": "cache.store",
     "attend": "kernels.ops",  # the one that chooses a backend
     "load_calibration": "quant.calibration",
     "calibrate": "calibration.fit",

@@ -1,4 +1,4 @@
-"""Files that were changed on purpose, with the right digest (chapters 02 and 31c): run.py
+"""Files that were changed on purpose, with the right digest (chapters 02 and 54): run.py
 archives --out FILE [--files N] [--seed N].
 
 Files of every kind that the package reads are written, and one to three changes are made in
@@ -27,13 +27,13 @@ from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from turboquant_nb.cache import codec
-from turboquant_nb.cache.codec import KVStore
+from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.calibration import fit, sensitivity
 from turboquant_nb.cli import chat
 from turboquant_nb.esm import transform
-from turboquant_nb.files import write_file
-from turboquant_nb.hf import TurboQuantCache, storage
+from turboquant_nb.files import read_file, write_file
+from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant import calibration
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -84,6 +84,14 @@ def paired():
     store.wait(k, v)
     store.complete(q)
     return store
+
+
+def write_store(store, path):
+    write_file(path, *state_of(store), "store")
+
+
+def read_store(path):
+    return store_of(*read_file(path, "store", "store"))
 
 
 STORES = {
@@ -225,9 +233,8 @@ def cases():
     out = []
     for name, make in STORES.items():
         x = make()
-        out.append(
-            Case(f"store, {name}", x.save, KVStore.load, KVStore.save, unsound, use_store)
-        )
+        write = lambda path, x=x: write_store(x, path)
+        out.append(Case(f"store, {name}", write, read_store, write_store, unsound, use_store))
     llama, mistral = models()
     for name, model, recipe in (
         ("full", llama, "k3v3"),
@@ -240,22 +247,6 @@ def cases():
         use = lambda x, m=model: use_cache(m, x)
         save = TurboQuantCache.save
         out.append(Case(f"cache, {name}", cache.save, load, save, judge_cache, use))
-    pack = lambda x, path: storage.save_compressed(x, path)
-    packed = read_cache(llama, "k3v3")
-    out.append(
-        Case(
-            "compressed cache",
-            lambda path: pack(packed, path),
-            lambda path: storage.load_compressed(path, llama),
-            pack,
-            judge_cache,
-            lambda x: use_cache(llama, x),
-        )
-    )
-    for name in ("truncated", "pre-RoPE", "transform"):
-        write = lambda path, x=STORES[name](): pack(x, path)
-        load = storage.load_compressed
-        out.append(Case(f"compressed, {name}", write, load, pack, unsound, use_store))
     ids = torch.randint(1, 90, (2, 20), generator=torch.Generator().manual_seed(0))
     found = sensitivity.measure_sensitivity(llama, ids, fit.calibrate(llama, ids))
     save = calibration.save_calibration
@@ -466,55 +457,11 @@ def change_tensors(tensors, rng):
 # --- what is found
 
 
-def layered(path):
-    "Whether a file is a stream of layers, see chapter 31c."
-    with open(path, "rb") as file:
-        return file.read(len(codec.MAGIC)) == codec.MAGIC
-
-
 def contents(path):
-    """(tensors, header) of a file, its format included. Of a stream of layers: records by their
-    number, kind and place, those that are JSON in the header."""
-    if layered(path):
-        with codec.opened(path) as reader:
-            header, records = reader.header, [reader.record()[1:]]
-            while records[-1][0] != codec.END:
-                records.append(reader.record()[1:])
-        texts, tensors = {}, {}
-        for n, (*about, data) in enumerate(records[:-1]):
-            name = ".".join(map(str, (n, *about)))
-            if about[0] == codec.LAYER:
-                texts[name] = json.loads(data)
-            else:
-                tensors[name] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return tensors, header | {"records": texts, "format": codec.FORMAT, "sha256": ""}
+    "(tensors, header) of a file, its format included."
     with safe_open(path, "pt") as f:
         header = json.loads(f.metadata()["header"])
         return {k: f.get_tensor(k) for k in f.keys()}, header
-
-
-def rewrite(path, tensors, header, form):
-    "A file that holds what `contents` would give, with the digests that belong to it."
-    if form != codec.FORMAT:
-        return write_file(path, tensors, header, form)
-    texts = header.get("records")
-    texts = texts if isinstance(texts, dict) else {}
-    records = {n: _raw_bytes(t) for n, t in tensors.items()}
-    records |= {n: json.dumps(x).encode() for n, x in texts.items()}
-    places = {n: [int(x) for x in n.split(".")] for n in records}  # else: no file can say that
-    with open(path, "wb") as file:
-        writer = codec.Writer(file, {k: x for k, x in header.items() if k != "records"})
-        for name in sorted(records, key=places.get):
-            _, kind, layer, first, tiles = places[name]
-            if not (kind < 256 and max(layer, first, tiles) < 2**32):
-                raise ValueError(name)
-            writer.record(kind, [records[name]], layer, first, tiles)
-        writer.close()
-
-
-def _raw_bytes(t):
-    t = t.contiguous().reshape(-1)
-    return t.view(torch.uint8).numpy().tobytes() if t.numel() else b""
 
 
 class Original(NamedTuple):
@@ -526,11 +473,7 @@ class Original(NamedTuple):
 def original(case, path):
     case.write(path)
     tensors, header = contents(path)
-    held = sum(t.nbytes for t in tensors.values())
-    if layered(path):
-        with codec.opened(path) as reader:
-            held = sum(t.nbytes for layer, _ in reader.layers() for t in layer.values())
-    return Original(tensors, header, held)
+    return Original(tensors, header, sum(t.nbytes for t in tensors.values()))
 
 
 def changed(found, rng):
@@ -582,7 +525,7 @@ def same_file(a, b):
         *other, y = mine[name]
         if kind != other or not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             return f"tensor {name}"
-    both = [k for k in heads if k in said and k not in ("recipe", "spec", "records")]
+    both = [k for k in heads if k in said and k not in ("recipe", "spec")]
     return next((f"field {k}" for k in both if json.dumps(heads[k]) != json.dumps(said[k])), "")
 
 
@@ -600,9 +543,7 @@ def judged(case, path, held):
         if why := case.judge(out):
             return "unsound", why, most
         case.again(out, other)
-        if "compressed" not in case.name and (
-            why := same_file(contents(path), contents(other))
-        ):
+        if why := same_file(contents(path), contents(other)):
             return "unsound", why, most
         case.use(out)
     except Exception as error:
@@ -619,7 +560,7 @@ def fuzz(case, count, seed, folder):
     for _ in range(count):
         try:
             tensors, header, form, said = changed(found, rng)
-            rewrite(path, tensors, header, form)
+            write_file(path, tensors, header, form)
         except (RecursionError, ValueError):  # no file can say that
             seen["not written"] += 1
             continue

@@ -25,8 +25,8 @@ import nbdev.test
 from notebooks import directives, text_of
 
 LONGEST = (
-    "61_sensitivity 84b_harness 83_score 60_calibrate 84_tasks 57_storage 21_residual "
-    "76_serving 80_models 98_claims 56_hf 63_small 53_graphs 13_qjl 40b_viterbi guide "
+    "61_sensitivity 84b_harness 83_score 60_calibrate 84_tasks 21_residual "
+    "76_serving 80_models 98_claims 56_hf 53_graphs 13_qjl 40b_viterbi guide "
     "94_images 97_retrieval"
 ).split()
 PAGES = (

@@ -15,7 +15,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import turboquant_nb
-from turboquant_nb.cache import token_coder
 from turboquant_nb.cache.append import make_room
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
@@ -117,11 +116,6 @@ def token(one):
     assert ops.append(one, *states(1), backend="torch") == "torch"
 
 
-def uncoded(one):
-    assert token_coder.append_later(one, *states(1)) and one.uncoded
-    return one
-
-
 def with_tail(make, n: int = 3):
     "A store after a chunk, and what the chunk left for a crop."
     one = make()
@@ -170,12 +164,6 @@ UPDATES = {
     "a sink": (partial(store, 1), token),
     "a token": (partial(store, 13), token),
     "a token that needs room": (partial(store, 16), token),
-    "a token that is not coded yet": (partial(store, 16), uncoded),
-    "its codes": (lambda: uncoded(store(13)), lambda one: one.complete()),
-    "codes of two stores": (
-        lambda: [uncoded(store(13)), uncoded(store(16))],
-        token_coder.complete,
-    ),
     "a chunk that waits": (partial(waiting), lambda one: one.wait(*states(9))),
     "another that waits": (partial(waiting, 5), lambda one: one.wait(*states(9))),
     "chunks that waited": (
@@ -184,7 +172,6 @@ UPDATES = {
     ),
     "a crop": (partial(store, 30), lambda one: one.crop(9)),
     "a crop to nothing": (partial(store, 30), lambda one: one.crop(30)),
-    "a crop of what is not coded": (lambda: uncoded(store(20)), lambda one: one.crop(2)),
     "a crop in the last chunk": (
         lambda: with_tail(partial(store, 20)),
         lambda one: one.crop(2, one.tail),
@@ -196,7 +183,7 @@ UPDATES = {
         together,
     ),
     "rows": (lambda: ended(store(20)), lambda one: one.select(torch.tensor([1, 1, 0]))),
-    "rows repeated": (lambda: uncoded(store(20)), lambda one: one.repeat(2)),
+    "rows repeated": (partial(store, 20), lambda one: one.repeat(2)),
     "starts of nothing": (
         partial(store, 0),
         lambda one: one.set_range(start=torch.tensor([0, 2])),

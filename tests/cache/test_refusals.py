@@ -2,12 +2,11 @@
 store was before, by its tensors, its numbers and what it reads."""
 
 import hashlib
-from pathlib import Path
 
 import pytest
 import torch
 
-from turboquant_nb.cache.codec import KVStore
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.store import tail_with
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Spec
@@ -50,7 +49,7 @@ def digest(store) -> dict:
     numbers = dict(start=store.start, end=store.end, position=store.clock.position)
     tensors |= {name: t for name, t in numbers.items() if t is not None}
     tensors |= dict(zip(("read k", "read v"), store.read()))
-    plain = ("length", "offset", "batch", "capacity", "nbytes", "uncoded")
+    plain = ("length", "offset", "batch", "capacity", "nbytes")
     return (
         {name: sha(t) for name, t in tensors.items()}
         | {name: getattr(store, name) for name in plain}
@@ -59,7 +58,6 @@ def digest(store) -> dict:
             "device": store.device,
             "truncated": [part.memory.truncated_tiles for part in store.parts],
             "quantizers": [id(part.q) for part in store.parts],
-            "frames": [part.frame.digest for part in store.parts],
         }
     )
 
@@ -205,7 +203,6 @@ def test_the_digest_sees_one_bit():
 
 
 BROKEN = {
-    "cut": lambda data, header: None,
     "no recipe": lambda data, header: header.pop("recipe"),
     "no start": lambda data, header: data.pop("start"),
     "a plane less": lambda data, header: data.pop("key.plane0"),
@@ -222,17 +219,13 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 @pytest.mark.parametrize("name", ["grows", "decays"])
-def test_a_refused_file_leaves_store_and_file(name, what, tmp_path: Path):
-    store, path = filled(name), tmp_path / "store.safetensors"
-    store.save(path)
+def test_a_refused_state_leaves_the_store(name, what):
+    store = filled(name)
     before, (tensors, header) = digest(store), state_of(store)
-    if what == "cut":
-        path.write_bytes(path.read_bytes()[:-50])
-    data = path.read_bytes()
     BROKEN[what](tensors, header)
     with pytest.raises((ValueError, TypeError)):
-        KVStore.load(path) if what == "cut" else store_of(tensors, header)
-    assert digest(store) == before and path.read_bytes() == data
+        store_of(tensors, header)
+    assert digest(store) == before
     with pytest.raises(ValueError, match="tokens are held"):
         store_of(*state_of(store), max_length=3)
     assert digest(store) == before

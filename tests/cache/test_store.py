@@ -11,10 +11,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from tests.helpers import SLOW, recording, reseal
-from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes, row_tensors, tables_of
+from tests.helpers import SLOW, recording
+from turboquant_nb.cache.store import (
+    KVStore,
+    bytes_by_kind,
+    expected_nbytes,
+    row_tensors,
+    tables_of,
+)
 from turboquant_nb.quant.quantizer import Quantizer, Spec, channel_bits, decode
 from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.quant.mixed_precision import make_quantizer
@@ -22,7 +27,6 @@ from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
 from turboquant_nb.cache.exact import ExactTokens, Ranges
 from turboquant_nb.cache.memory import Part
-from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.testing import same
 
@@ -274,7 +278,7 @@ def truncates(recipe, d, dv):
 
 
 @pytest.mark.parametrize("block", range(20 if SLOW else 10))
-def test_random_operation_sequences(block, tmp_path):
+def test_random_operation_sequences(block):
     """10 or 20 x 16 sequences of about 15 operations; after each one, every byte that can be
     read and every count."""
     for trial in range(16):
@@ -305,18 +309,7 @@ def test_random_operation_sequences(block, tmp_path):
         for step in range(rng.randint(6, 18)):
             what = rng.choice(
                 ("append",) * 5
-                + (
-                    "crop",
-                    "crop",
-                    "select",
-                    "repeat",
-                    "file",
-                    "to",
-                    "evict",
-                    "copy",
-                    "state",
-                    "decay",
-                )
+                + ("crop", "crop", "select", "repeat", "to", "evict", "copy", "state", "decay")
             )
             if what == "append":
                 n = rng.choice((0, 1, 1, 2, 3, 7, 17, 30))
@@ -350,9 +343,6 @@ def test_random_operation_sequences(block, tmp_path):
             elif what == "repeat" and store.batch < 3 and not static:
                 store.repeat(2)
                 dense.rows(lambda x: x.repeat_interleave(2, 0))
-            elif what == "file":
-                store.save(tmp_path / "s")
-                store = KVStore.load(tmp_path / "s", max_length=store.max_length)
             elif what == "state":
                 store = store_of(*state_of(store), max_length=store.max_length)
             elif what == "to":
@@ -1051,35 +1041,6 @@ def test_inference_mode_then_no_grad():
         store.append(k[:, :, :1], v[:, :, :1])
     store.append(k[:, :, :1].clone(), v[:, :, :1].clone())
     assert store.length == 16 and store.nbytes == expected_nbytes(store)
-
-
-# --- files
-# ----------------------------------------------------------------------------------------
-
-
-def test_other_files(tmp_path):
-    path = tmp_path / "x"
-    with pytest.raises(FileNotFoundError, match="no such file"):
-        KVStore.load(path)
-    with pytest.raises(ValueError):
-        KVStore.load(tmp_path)
-    for data, why in (
-        (b"", "readable store"),
-        (b"hello", "readable store"),
-        (b"\0" * 100, "kind"),
-    ):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=why):
-            KVStore.load(path)
-    save_file({"a": torch.zeros(2)}, path)
-    with pytest.raises(ValueError, match="must have format .* got a file of another kind"):
-        KVStore.load(path)
-    reseal(path, {"any": "thing"}, [])
-    with pytest.raises(ValueError, match="must hold 1 layer, got 0"):
-        KVStore.load(path)
-    reseal(path, {"format": "turboquant-nb cold 0"}, [])
-    with pytest.raises(ValueError, match="must have format 'turboquant.* got '.* cold 0'"):
-        KVStore.load(path)
 
 
 # --- its parts

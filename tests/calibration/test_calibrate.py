@@ -2,7 +2,6 @@
 in a fresh process, the hub without a network, and what is refused."""
 
 import copy
-import importlib.util
 import json
 import os
 import subprocess
@@ -35,15 +34,13 @@ from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
 from turboquant_nb.quant.recipe import Recipe, as_recipe
-from turboquant_nb.hf.storage import load_compressed, save_compressed
-from turboquant_nb.cache.codec import KVStore
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.files import write_file
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rotation import make_rotation
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-SQUEEZES = importlib.util.find_spec("constriction") is not None
 
 
 def moments(heads=2, d=16, seed=0, decay=1.5):
@@ -690,13 +687,8 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
     write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
         load_calibration(bad)
-    store, *_ = filled(KEYS["none"], torch.float32, n=350)
-    store.save(bad)
-    with pytest.raises(ValueError, match="is not a readable calibration"):
-        load_calibration(bad)
-    for read in (KVStore.load, lambda p: TurboQuantCache.load(p, model), load_compressed):
-        with pytest.raises(ValueError, match="must have format"):
-            read(path)
+    with pytest.raises(ValueError, match="must have format"):
+        TurboQuantCache.load(path, model)
     for missing in (tmp_path / "none", tmp_path, "", "a/b/c"):
         with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
             load_calibration(missing)
@@ -711,12 +703,12 @@ FRESH = """
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from turboquant_nb.cache import codec, memory, store
-from turboquant_nb.cache.disk import state_of
+from turboquant_nb.cache import memory, store
+from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.files import read_file
 from turboquant_nb.theory import transforms
 from turboquant_nb.quant.calibration import load_calibration
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.storage import load_compressed
 
 here, out = Path("."), {}
 config = torch.load("config", weights_only=False)
@@ -724,8 +716,7 @@ for file in sorted(here.glob("*.saved")):
     transforms._registered.clear()  # of the file before
     memory.shared_quantizer.cache_clear(), memory._coder.cache_clear()
     cache = file.name.startswith("cache") or file.name.startswith("static")
-    reader = load_compressed if "compressed" in file.name else TurboQuantCache.load if cache else store.KVStore.load
-    got = reader(file, config) if cache else reader(file)
+    got = TurboQuantCache.load(file, config) if cache else store_of(*read_file(file, "store", "store"))
     for x in [layer.store for layer in got.layers] if cache else [got]:
         k, v = (torch.linspace(-3, 2, x.batch * x.heads * 5 * s.q.d).sin().view(x.batch, x.heads, 5, -1).to(x.dtype) for s in (x.key, x.value))
         x.append(k, v)
@@ -747,7 +738,7 @@ torch.save(out, "out")
 
 
 def written(folder):
-    "Stores and caches with head transforms, each by `save` and compressed: {file: tensors}."
+    "Stores and caches with head transforms: {file: tensors}."
     model, found = made("llama")
     inputs, out = prompt(2, 300, padded=False), {}
     things = {
@@ -769,12 +760,10 @@ def written(folder):
         )
     for name, x in things.items():
         stores = [layer.store for layer in x.layers] if isinstance(x, TurboQuantCache) else [x]
-        x.save(folder / f"{name}.saved")
-        if SQUEEZES:
-            sizes = save_compressed(x, folder / f"{name}-compressed.saved")
-            assert sizes["map"][0] == sum(
-                s.key.q.rotation.matrix.nbytes for s in stores
-            ) and sizes["file"][0] == sum(a for k, (a, _) in sizes.items() if k != "file")
+        if isinstance(x, TurboQuantCache):
+            x.save(folder / f"{name}.saved")
+        else:
+            write_file(folder / f"{name}.saved", *state_of(x), "store")
         for s in stores:  # in both processes five tokens more are coded
             s.append(
                 *(
@@ -785,8 +774,9 @@ def written(folder):
                     for side in (s.key, s.value)
                 )
             )
-        tensors = [t.clone() for s in stores for t in (*s.read(), *state_of(s)[0].values())]
-        out |= {f"{name}{kind}.saved": tensors for kind in ("", "-compressed")[: 1 + SQUEEZES]}
+        out[f"{name}.saved"] = [
+            t.clone() for s in stores for t in (*s.read(), *state_of(s)[0].values())
+        ]
     return model, found, out
 
 
@@ -824,7 +814,7 @@ def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
     """Stores and caches, growing and static, by `save` and entropy coded: every tensor, bit for
     bit, what they stand for, and what they code next."""
     _, want, got = fresh
-    assert len(want) == (10 if SQUEEZES else 5)
+    assert len(want) == 5
     for name, tensors in want.items():
         assert len(tensors) == len(got[name])
         for a, b in zip(tensors, got[name]):

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache, attend, preset
-from turboquant_nb.cache.disk import state_of
+from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf.graphs import counted_by_device
 
 D, HEADS, GROUP = 32, 2, 2
@@ -45,9 +45,6 @@ RECIPES = PRESETS | {
     "other levels": Recipe(Spec(3), Spec(3, codebook="uniform")),
     "scales in fp32": Recipe(Spec(2, scale_dtype="float32"), Spec(4, scale_dtype="float32")),
 }
-
-
-WITHOUT_TABLE = "half bits", "bits by channel", "qjl"  # once read by the look-up of a CPU
 
 
 class States:
@@ -141,9 +138,7 @@ def saved(make, s):
     store, n = make(), s.shape[3]
     parts = [*s.cut(n - 4, 4)]
     store.append(*parts[0])
-    with tempfile.TemporaryDirectory() as folder:
-        store.save(Path(folder) / "store.safetensors")
-        store = KVStore.load(Path(folder) / "store.safetensors")
+    store = store_of(*state_of(store))
     store.append(*parts[1])
     return store, {}
 
@@ -241,7 +236,7 @@ def of_cache(recipe, path, tokens=80, **how):
     def run(s):
         cache = TurboQuantCache(CONFIG, recipe, **how)
         cache, out = CACHE_PATHS[path](cache, s)
-        return cache.states()[0], out, None
+        return [state_of(x.store) for x in cache.coded_layers], out, None
 
     return run, tokens
 
@@ -249,16 +244,17 @@ def of_cache(recipe, path, tokens=80, **how):
 def all_cases():
     "name -> (function of states -> (tensors held, outputs, bytes), tokens)."
     for name, recipe in RECIPES.items():
-        backend = "torch" if name == "means of both" else "gather"
-        takes = "auto" if name in WITHOUT_TABLE else backend
-        yield f"{name}, prefill, {backend}", of_store(recipe, "prefill", takes)
+        if name == "means of both":
+            yield f"{name}, prefill, torch", of_store(recipe, "prefill", "torch")
+        else:
+            yield f"{name}, prefill", of_store(recipe, "prefill", "auto")
     for name in ("k3v3", "half bits"):
         for path in PATHS:
             if path != "prefill":
                 yield f"{name}, {path}", of_store(RECIPES[name], path)
         yield f"{name}, prefill, torch", of_store(RECIPES[name], "prefill", "torch")
     yield "decay, two tiles", of_store(RECIPES["decay"], "chunks", "torch", tokens=300)
-    yield "k3v3, two tiles", of_store(RECIPES["k3v3"], "chunks", "gather", tokens=300)
+    yield "k3v3, two tiles", of_store(RECIPES["k3v3"], "chunks", "auto", tokens=300)
     for path in CACHE_PATHS:
         yield f"k3v3, cache, {path}", of_cache("k3v3", path)
     how = dict(static=True, max_length=256)
@@ -272,11 +268,7 @@ INTERPRETED = {  # in Triton's interpreter, on the states of another case
     f"{name}, interpreter, {path}": (run, twin)
     for name in ("k3v3", "k4v4")
     for path, run, twin in (
-        (
-            "prefill",
-            of_store(RECIPES[name], "prefill", "triton")[0],
-            f"{name}, prefill, gather",
-        ),
+        ("prefill", of_store(RECIPES[name], "prefill", "triton")[0], f"{name}, prefill"),
         ("cache", of_cache(name, "steps", backend="triton")[0], f"{name}, cache, steps"),
     )
 }

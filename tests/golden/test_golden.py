@@ -61,9 +61,7 @@ def test_kernels_in_the_interpreter_are_as_they_were(name):
     assert differences(cases.result(*of(name)), GOLDENS[name]) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["k4v4, prefill, gather", "k3v3, cache, steps", "qjl, prefill, gather"]
-)
+@pytest.mark.parametrize("name", ["k4v4, prefill", "k3v3, cache, steps", "qjl, prefill"])
 def test_a_change_is_seen(name):
     "One key a hundredth larger, one number of it moved by a fifth, or another recipe's golden."
     run, s = of(name)
@@ -74,5 +72,5 @@ def test_a_change_is_seen(name):
     s.v[0, 1, t, 3] += 0.2
     assert {"planes", "values"} <= {*differences(cases.result(run, s), GOLDENS[name])}
     run, s = of(name)
-    other = differences(cases.result(run, s), GOLDENS["k4v3, prefill, gather"])
+    other = differences(cases.result(run, s), GOLDENS["k4v3, prefill"])
     assert {"planes", "held"} <= {*other}

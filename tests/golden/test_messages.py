@@ -118,6 +118,12 @@ GONE: dict[str, str] = {
     "the prompt is empty": _WEB,
     "there is nothing stored yet: ask something first": _WEB,
     "tokens must be from 1 to 1,024, got {}": _WEB,
+    # of the cold tier, before one safetensors file took its place
+    "hf/storage": "nothing is entropy coded",
+    "the look-up of four codes cannot serve this call: {}": "`ops` says it of every backend",
+    "these tensors are not the state of a single store": "`files.Saved` names what is missing",
+    "{} holds a single store, not a cache; read it with KVStore.load": "no such files",
+    "only a filled cache whose layers are all coded can be saved": "others can be saved, too",
 }
 
 

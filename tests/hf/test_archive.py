@@ -1,6 +1,8 @@
-"""Caches on disk, plain and entropy coded: the same bits again, room by request, refusals."""
+"""Caches on disk: the same bits again and the same tokens after them, room by request, and a
+sentence for every file that is refused."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,9 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
+from tests.helpers import generate, prompt, tiny
+from turboquant_nb import files
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.hf.storage import load_compressed, save_compressed
+from turboquant_nb.hf.archive import FORMAT, read_states
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import PRESETS, Recipe
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=64,
@@ -22,6 +28,14 @@ CONFIG = transformers.LlamaConfig(
     pad_token_id=0,
 )
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+RECIPES = {name: name for name in PRESETS} | {
+    "fractions": Recipe(Spec(2.5), Spec(3.5)),
+    "residual": Recipe(Spec(3, residual="qjl"), Spec(2), sinks=2, recent=5),
+    "pair scale": Recipe(Spec(3, center="pre_rope", pair_scale="prompt"), Spec(3)),
+    "means": Recipe(Spec(3, center="prompt_mean"), Spec(4, center="prompt_mean")),
+    "bare": Recipe(Spec(4, rotation="identity"), Spec(4), sinks=0, recent=0),
+    "decay": Recipe(Spec(4), Spec(3), decay=260),
+}
 
 
 def filled(**how):
@@ -35,40 +49,120 @@ def filled(**how):
     return cache
 
 
-def save(cache, path, compressed):
-    if not compressed:
-        return cache.save(path)
-    pytest.importorskip("constriction")
-    save_compressed(cache, path)
+def check_same(one, other):
+    "Every tensor of every layer, and everything that is no tensor."
+    for a, b in zip(one.coded_layers, other.coded_layers, strict=True):
+        (t, h), (u, g) = state_of(a.store), state_of(b.store)
+        assert (h, a.starts) == (g, b.starts) and t.keys() == u.keys()
+        for name, x in t.items():
+            assert x.dtype == u[name].dtype and torch.equal(x, u[name]), name
 
 
-def load(path, compressed, **how):
-    return (load_compressed if compressed else TurboQuantCache.load)(path, CONFIG, **how)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_comes_back_bit_for_bit_and_says_the_same(name, tmp_path):
+    model, tokens = tiny("llama", head_dim=16), 600 if name == "decay" else 40
+    model.set_attn_implementation("turboquant")
+    inputs = prompt(2, tokens, padded=name != "decay")
+    cache = TurboQuantCache(model, RECIPES[name])
+    out, _ = generate(model, inputs, "turboquant", cache=cache)
+    cache.save(tmp_path / "c")
+    back = TurboQuantCache.load(tmp_path / "c", model)
+    check_same(cache, back)
+    back.save(tmp_path / "d")
+    assert (tmp_path / "c").read_bytes() == (tmp_path / "d").read_bytes()
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, out.shape[1] - tokens)], 1)
+    how = dict(attention_mask=mask, max_new_tokens=6, do_sample=False)
+    said = [model.generate(out, past_key_values=x, **how) for x in (cache, back)]
+    assert torch.equal(*said)
+    check_same(cache, back)
 
 
-@pytest.mark.parametrize("compressed", (False, True))
+@pytest.mark.parametrize(
+    "family", ("falcon_h1", "qwen3_next", "lfm2", "deepseek_v3", "gpt_oss")
+)
+def test_states_beside_codes_shared_layers_and_latents_come_back(family, tmp_path):
+    model = tiny(family)
+    inputs = prompt(2, 30, padded=False)
+    cache = TurboQuantCache(model, "k3v3")
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        cache.save(tmp_path / "c")
+        back = TurboQuantCache.load(tmp_path / "c", model)
+        check_same(cache, back)
+        for _ in range(3):
+            step = inputs["input_ids"][:, :1]
+            said = [model(step, past_key_values=x).logits for x in (cache, back)]
+            assert torch.equal(*said)
+
+
 @pytest.mark.parametrize("how", ({}, {"max_length": 40}, {"max_length": 40, "static": True}))
-def test_a_cache_comes_back_with_its_bits_and_the_room_that_is_asked_for(
-    how, compressed, tmp_path
-):
+def test_a_cache_has_the_room_that_is_asked_for(how, tmp_path):
     cache, static = filled(**how), how.get("static", False)
-    save(cache, tmp_path / "cache", compressed)
+    cache.save(tmp_path / "cache")
     for room in ({}, {"max_length": 600}):
-        again = load(tmp_path / "cache", compressed, **room)
-        assert again.static == bool(static and room) and again.max_length == room.get(
-            "max_length"
-        )
+        again = TurboQuantCache.load(tmp_path / "cache", CONFIG, **room)
+        assert again.static == bool(static and room)
+        assert again.max_length == room.get("max_length")
         for a, b in zip(cache.layers, again.layers):
             assert a.starts == b.starts and b.store.capacity == (768 if room else 256)
             for x, y in zip(a.store.read(), b.store.read()):
                 assert torch.equal(x, y)
-        if not (static and room):
-            save(again, tmp_path / "again", compressed)
-            third = load(tmp_path / "again", compressed)
-            for a, b in zip(again.states()[0], third.states()[0]):
-                assert a[1] == b[1] and all(torch.equal(x, b[0][n]) for n, x in a[0].items())
     with pytest.raises(ValueError, match="max_length is 5: 9 tokens are held"):
-        load(tmp_path / "cache", compressed, max_length=5)
+        TurboQuantCache.load(tmp_path / "cache", CONFIG, max_length=5)
+
+
+def test_what_is_no_saved_cache_is_refused_in_a_sentence(tmp_path):
+    cache, path = filled(), tmp_path / "c"
+    cache.save(path)
+    whole = path.read_bytes()
+    load = lambda: TurboQuantCache.load(path, CONFIG)
+    for data, why in (
+        (b"", "c is not a readable saved cache: truncated or of another kind"),
+        (b"hello, world", "is not a readable saved cache"),
+        (whole[:-9], "is not a readable saved cache"),
+        (whole[:40], "is not a readable saved cache"),
+        (whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:], "changed after it was written"),
+        (b"TQNBCOLD" + whole, "format 'turboquant-nb cold 1', which commit 9f905037"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=why):
+            load()
+    files.write_file(path, {}, {}, "turboquant-nb calibration 2")
+    with pytest.raises(ValueError, match=f"must have format '{FORMAT}', got 'turboquant-nb ca"):
+        load()
+    path.write_bytes(whole)
+    tensors, header = read_states(path)
+    some = {k: v for k, v in tensors.items() if k != "1.key.scale"}
+    for t, h, why in (
+        (some, {}, "this: key.scale must be torch.float16 of shape .*, got nothing"),
+        (tensors | {"9.start": tensors["0.start"]}, {}, "must hold tensors of its stores"),
+        (tensors | {"0.more": tensors["0.start"]}, {}, "got also more"),
+        (tensors, {"stores": header["stores"][:1]}, "must have 2 stores .*, got 1"),
+        (tensors, {"layers": 3}, "is of a llama with 3 layers, the model is a llama with 2"),
+        (tensors, {"recipe": Recipe(Spec(4)).to_json()}, "layer 0 does not fit"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            TurboQuantCache.from_states(t, header | h, CONFIG)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        TurboQuantCache.load(tmp_path / "none", CONFIG)
+    with pytest.raises(ValueError, match="expected a file, got a folder"):
+        TurboQuantCache.load(tmp_path, CONFIG)
+    with pytest.raises(ValueError, match="only a filled cache can be saved"):
+        TurboQuantCache(CONFIG).save(path)
+
+
+def test_a_save_that_breaks_off_leaves_the_old_file(tmp_path, monkeypatch):
+    cache, path = filled(), tmp_path / "c"
+    cache.save(path)
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(path, {"more": 1})
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +178,7 @@ def test_a_cache_comes_back_with_its_bits_and_the_room_that_is_asked_for(
         ("d", [10**6, 10**6], "d.0. must be"),
         ("recipe", {"recent": 10**7}, "must be .* of shape"),
         ("recipe", {"sinks": 10**7}, "must be .* of shape"),
-        ("truncated", [10**9, 0], ""),
+        ("truncated", [10**9, 0], "truncated.0. must be"),
     ],
 )
 def test_a_header_cannot_ask_for_more_memory_than_the_file_holds(name, value, why):
@@ -97,12 +191,9 @@ def test_a_header_cannot_ask_for_more_memory_than_the_file_holds(name, value, wh
         if why:
             with pytest.raises(ValueError, match=why):
                 store_of(tensors, header | {name: value})
-        elif name == "max_length":
+        else:
             store = store_of(tensors, header | {name: value})
             assert store.max_length is None and store.nbytes <= size
-        else:
-            with pytest.raises(ValueError):
-                store_of(tensors, header | {name: value})
     assert made.largest <= 2 * size
 
 
@@ -142,12 +233,12 @@ def test_a_sliding_layer_that_grows_gets_no_room_for_a_whole_text(static, tmp_pa
         assert x.store.max_length == (None if x.is_sliding and not static else 70)
 
 
-def test_layers_of_different_lengths_are_refused():
+def test_layers_of_different_lengths_are_refused(tmp_path):
     cache = filled()
     cache.layers[1].store.crop(1)
-    states, header = cache.states()
+    cache.save(tmp_path / "c")
     with pytest.raises(ValueError, match="layer 1 does not fit: it has length 8, not 9"):
-        TurboQuantCache.from_states(states, header, CONFIG)
+        TurboQuantCache.load(tmp_path / "c", CONFIG)
 
 
 def test_a_chunk_that_flash_serves_is_no_reason_to_complain():

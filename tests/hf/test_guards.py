@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from turboquant_nb.hf import TurboQuantCache, attention, enable
 from turboquant_nb.hf.model_info import weights_of
 from turboquant_nb.kernels import ops
+from turboquant_nb.kernels.cpu import Library
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.quant.quantizer import Spec
 from tests.helpers import prompt, tiny
@@ -348,10 +349,11 @@ def test_reasons_say_what_served_and_a_fallback_is_told_once(monkeypatch):
     assert "sketch" in why and not said  # of the recipe, not of the machine
     report, said = steps(backend="torch")
     assert (set(report["reasons"]), said) == ({"backend='torch' was asked for"}, [])
-    missing = type("Missing", (), dict(why="no C++ compiler was found", threads=True))
+    missing = Library(compiler="no-such-compiler")
     monkeypatch.setattr(ops.BACKENDS["cpu"], "library", missing)
     report, said = steps()
-    assert set(report["reasons"]) == {"no C++ compiler was found"}
-    assert set(report["backends"]) == {"gather"}
-    assert said == ["decoding steps are served by backend 'gather': no C++ compiler was found"]
+    assert set(report["reasons"]) == {missing.why}
+    assert set(report["backends"]) == {"torch"}
+    why = "no C++ compiler was found (looked for no-such-compiler)"
+    assert said == [f"decoding steps are served by backend 'torch': {why}"]
     assert steps(told=True)[1] == []

@@ -3,9 +3,11 @@ for one with AVX2 and for any: random recipes, shapes, ranges, crops, evictions.
 
 import ctypes
 import os
+import random
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import which
@@ -14,21 +16,92 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.cache.test_gather import CHAINED, FREQ, check_random_steps, close
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.clock import flags_of
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.cpu import Cpu, Library
-from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.quantizer import Spec, decided
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
+CHAINED = [(bits, name) for bits in (2, 3) for name in ("trellis", "trellis_fast")]
+FREQ = 100.0 ** (-torch.arange(8) / 8)
 INFO = Path("/proc/cpuinfo")
 FLAGS = set(INFO.read_text().split()) if INFO.exists() else set()
 NEEDS = {"": set(), "-march=haswell": {"avx2", "fma", "f16c"}, "-march=x86-64": {"sse2"}}
 KERNELS = {target: Cpu(Library(target)) for target, needs in NEEDS.items() if needs <= FLAGS}
+
+
+def close(got, want, limit=2e-5):
+    """Outputs relative to the largest, log-sum-exps as they are; infinite ones in the same
+    places."""
+    hidden = want[1].isinf()
+    assert torch.equal(got[1].isinf(), hidden) and not got[0][hidden].any()
+    assert got[0].dtype == want[0].dtype and got[0].shape == want[0].shape
+    assert (got[0] - want[0]).abs().max() <= limit * want[0].abs().max() and (
+        (got[1] - want[1])[~hidden].abs() <= limit
+    ).all()
+
+
+def check_random_steps(seed, serve, biases, **ranges):
+    """A random store grows, forgets and is attended to; each time `serve` must give what
+    attention on codes gives. `biases(r, added)`: what is added to scores, each alone. `ranges`:
+    what sizes, dtypes and lengths are drawn from."""
+    g, r = torch.Generator().manual_seed(seed), random.Random(seed)
+    dk, dv, heads, groups, batch = (
+        r.choice(ranges["dk"]),
+        r.choice((16, 31, 64)),
+        r.choice((1, 3)),
+        r.choice(ranges["groups"]),
+        r.choice((1, 2, 3)),
+    )
+    key = Spec(
+        r.randint(1, 4),
+        center=r.choice(("none", "prompt_mean", "pre_rope")),
+        codebook=r.choice(("sphere", "uniform")),
+        scale_dtype=r.choice(ranges["scale_dtypes"]),
+    )
+    value = Spec(
+        r.randint(1, 4),
+        rotation=r.choice(("hadamard", "haar")),
+        center=r.choice(("none", "prompt_mean")),
+    )
+    recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
+    store = KVStore(recipe, batch, heads, dk, dv, tile=r.choice(ranges["tiles"]), inv_freq=FREQ)
+    store.set_range(start=torch.tensor([r.choice((0, 0, 5, 130)) for _ in range(batch)]))
+    new = lambda n: (
+        torch.randn(batch, heads, n, dk, generator=g) + 1,
+        torch.randn(batch, heads, n, dv, generator=g) - 1,
+    )
+    numbers = torch.Generator().manual_seed(seed)
+
+    def added():
+        "What is added to scores: of all rows and heads, or of each."
+        each = r.choice((1, batch)), r.choice((1, heads * groups))
+        return torch.randn(*each, 1, store.length - store.offset, generator=numbers)
+
+    window = r.choice(ranges["windows"])
+    options = dict(
+        sliding_window=window, softcap=r.choice((None, 5.0)), scaling=r.choice((None, 0.2))
+    )
+    for n in (r.choice(ranges["first"]), 1, 1, r.randint(2, 40), 1, 1):
+        k, v = new(n)
+        store.append(k, v)
+        q = torch.randn(batch, heads * groups, 1, dk, generator=g)
+        for chunk in ((), (k[:, :, -1:], v[:, :, -1:]), (k, v)):
+            for bias in biases(r, added):
+                close(
+                    serve(q, store, *chunk, **options, bias=bias),
+                    attention.attend(q, store, *chunk, **options, bias=bias),
+                )
+        if n > 1:
+            store.crop(r.randint(1, n - 1))
+            close(serve(q, store, **options), attention.attend(q, store, **options))
+        if window:
+            store.evict(store.length - window - 1)
 
 
 @pytest.fixture(params=KERNELS, ids=lambda target: target or "native")
@@ -152,20 +225,23 @@ def test_nothing_is_seen(kernel):
 
 
 def test_it_serves_by_itself_and_says_why_it_does_not(monkeypatch, kernel):
-    "By itself before the look-up; without a compiler the look-up, with the reason."
+    "By itself; without a compiler PyTorch attends and codes, with the reason."
     store = KVStore("k3v3", 1, 2, 64, inv_freq=FREQ)
     store.append(*torch.randn(2, 1, 2, 300, 64))
     q = torch.randn(1, 4, 1, 64)
     assert ops.select_backend(Call.of(q, store)).backend == "cpu"
     bare = Cpu(Library(compiler="no-such-compiler"))
     monkeypatch.setitem(ops.BACKENDS, "cpu", bare)
+    monkeypatch.setattr(ops, "CPU", bare)
     store.memo.clear()
     assert ops.select_backend(Call.of(q, store)) == (
-        "gather",
+        "torch",
         "no C++ compiler was found (looked for no-such-compiler)",
     )
     with pytest.raises(ValueError, match="'cpu' cannot serve this call: no C.. compiler"):
         ops.attend(q, store, backend="cpu")
+    assert bare.library.lacks(bare.library.why) and not bare.library.lacks("another")
+    assert ops.append(store, *torch.randn(2, 1, 2, 1, 64)) == "torch" and store.length == 301
 
 
 def test_reasons(kernel):
@@ -206,11 +282,16 @@ def test_a_compiler_that_fails_without_a_word(tmp_path):
     assert why == f"{silent} could not compile the kernel: it ended with code 3"
 
 
-EMPTY = 'extern "C" void attend(void *) {}\n'  # compiles at once
+# compiles at once
+EMPTY = """
+extern "C" void attend(void *) {}
+extern "C" long long code(void *, void *) { return 0; }
+"""
 PLANTED = """
 #include <cstdio>
 #include <cstdlib>
 extern "C" void attend(void *) {}
+extern "C" long long code(void *, void *) { return 0; }
 __attribute__((constructor)) static void ran() { std::fclose(std::fopen(PLACE, "w")); }
 """
 
@@ -292,3 +373,131 @@ def test_scales_of_hidden_tokens_say_nothing(kernel):
     for side in store.parts:
         side.tensors["scale"][0, 0, 0, :200] = float("nan")
     close(serve(kernel, q, store, **options), want)
+
+
+# --- a token is coded
+
+
+def check_newest(mine, want, states):
+    "The newest token as the quantizer codes it, but for codes that the order of sums decides."
+    last, sure = want.length - 1, []
+    assert mine.length == want.length and mine._recent_from == want._recent_from
+    for side, x in zip(("key", "value"), states):
+        q, (a, b) = getattr(want, side).q, (s.coded(side, last, last + 1) for s in (mine, want))
+        if q.rotation.per_head:
+            sure.append((a.codes == b.codes).float().mean().item())
+        else:
+            known = decided(q, x, want.center(side, last, last + 1))
+            assert torch.equal(a.codes[known], b.codes[known])
+            sure.append(known.float().mean().item())
+        step = torch.finfo(q.scale_dtype).eps + q.d * 2.0**-23  # of sums of d numbers
+        alike = (a.codes == b.codes).all(-1)
+        torch.testing.assert_close(a.scale[alike], b.scale[alike], rtol=step, atol=0)
+        (m, at), (w, there) = mine.exact(side), want.exact(side)
+        newest = at == last  # after a crop older ones are decoded, by scales that may differ
+        assert torch.equal(at, there)
+        assert torch.equal(m.transpose(1, 2)[newest], w.transpose(1, 2)[newest])
+    assert min(sure) > 0.9, sure
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_one_token_has_the_codes_of_the_quantizer(seed, kernel):
+    """Random recipes, shapes, paddings, crops; sinks that come one by one; over borders of
+    quarters and tiles; where the host counts and where the device does."""
+    g, r = torch.Generator().manual_seed(seed), random.Random(seed)
+    dk, heads, batch = r.choice((16, 17, 40, 64, 128)), r.choice((1, 3)), r.choice((1, 2, 3))
+    dv, dtype = r.choice((dk, 31)), r.choice((torch.float32, torch.float16, torch.bfloat16))
+    kinds = dict(
+        codebook=r.choice(("sphere", "uniform")),
+        scale=r.choice(("mse", "norm", "unbiased")),
+        scale_dtype=r.choice(("float16", "bfloat16", "float32")),
+    )
+    key = Spec(r.randint(1, 4), center=r.choice(("none", "prompt_mean", "pre_rope")), **kinds)
+    value = Spec(
+        r.randint(1, 4),
+        rotation=r.choice(("hadamard", "haar", "identity")),
+        center=r.choice(("none", "prompt_mean")),
+        **kinds,
+    )
+    if seed % 4 == 3:
+        transform = HeadTransform.of(
+            torch.randn(heads, dk, dk, generator=g) + 8 * torch.eye(dk)
+        )
+        key = replace(key, rotation=register_transform(transform).name)
+    recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
+    how = dict(static=True, max_length=600) if seed % 2 else {}
+    more = dict(dtype=dtype, tile=r.choice((16, 64, 256)), inv_freq=FREQ, **how)
+    mine, want = (KVStore(recipe, batch, heads, dk, dv, **more) for _ in range(2))
+    start = torch.tensor([r.choice((0, 0, 5, 13)) for _ in range(batch)])
+    for store in (mine, want):
+        store.set_range(start=start)
+    for n in (r.randint(1, 14), *[1] * 30, r.randint(2, 40), *[1] * 30):
+        states = [
+            (torch.randn(batch, heads, n, d, generator=g) + 1).to(dtype) for d in (dk, dv)
+        ]
+        did = n == 1 and mine.length > 0
+        assert kernel.append(mine, *states) == did
+        for store in (want,) if did else (mine, want):
+            store.append(*states)
+        if did:
+            check_newest(mine, want, states)
+        if r.random() < 0.1:
+            for store in (mine, want):
+                store.crop(min(3, store.length - 2))
+    assert mine.nbytes == want.nbytes
+
+
+def test_codes_by_two_threads_are_those_of_one(kernel):
+    stores = [KVStore("k3v3", 9, 5, 64, inv_freq=FREQ) for _ in range(2)]
+    chunk, token = torch.randn(2, 9, 5, 70, 64), torch.randn(2, 9, 5, 1, 64)
+    for n, store in enumerate(stores, 1):
+        store.append(*chunk)
+        with patch.object(torch, "get_num_threads", lambda n=n: n):
+            assert kernel.append(store, *token)
+    for a, b in zip(*(state_of(store)[0].values() for store in stores)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda k: k[0, 0, 0].fill_(torch.nan),
+        lambda k: k[0, 1].fill_(torch.inf),
+        lambda k: k.mul_(1e30),
+        lambda k: k[0].zero_(),
+        lambda k: k.mul_(2.0**20),
+    ],
+)
+@pytest.mark.parametrize("side", (0, 1))
+def test_what_the_quantizer_must_look_at_changes_nothing(spoil, side, kernel):
+    store = KVStore(Recipe(Spec(3, center="none"), Spec(3)), 1, 2, 64)
+    store.append(*torch.randn(2, 1, 2, 70, 64))
+    before = {name: t.clone() for name, t in state_of(store)[0].items()}
+    states = list(torch.randn(2, 1, 2, 1, 64))
+    spoil(states[side])
+    assert not kernel.append(store, *states) and store.length == 70
+    for name, t in state_of(store)[0].items():
+        assert torch.equal(t, before[name]), name
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(Spec(2.5), Spec(3)),
+        Recipe(residual="prod").settled(rope=False),
+        Recipe(Spec(3), Spec(4), decay=20),
+        Recipe(Spec(2, codebook="trellis"), Spec(3)),
+    ],
+)
+def test_other_codes_are_made_by_the_quantizer(recipe, kernel):
+    store = KVStore(recipe, 1, 2, 64, tile=16)
+    store.append(*torch.randn(2, 1, 2, 60, 64))
+    token = torch.randn(2, 1, 2, 1, 64)
+    assert not kernel.append(store, *token) and store.length == 60
+    assert ops.append(store, *token) == "torch" and store.length == 61
+    plain = KVStore(Recipe(), 1, 2, 64)
+    plain.append(*torch.randn(2, 1, 2, 60, 64))
+    for odd in (token[..., :63], token.double(), token.repeat(1, 2, 1, 1, 1)):
+        assert not kernel.append(plain, *odd) and plain.length == 60
+    assert ops.append(plain, *token, backend="torch") == "torch"  # it is what was asked for
+    assert ops.append(plain, *token) == "cpu" and plain.length == 62

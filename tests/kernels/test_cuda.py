@@ -765,50 +765,20 @@ def test_a_store_on_another_gpu_than_the_current_one():
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_stores_are_written_and_read_where_they_lie():
-    "The stream of a GPU's store is that of the same on the CPU, and comes back to the GPU."
-    import io
-    import tempfile
-    from pathlib import Path
-
-    from turboquant_nb.cache.codec import Reader, Writer
-
-    def stream(*states):
-        file = io.BytesIO()
-        writer = Writer(file, {}, entropy=False, block=2)
-        for state in states:
-            writer.layer(*state)
-        writer.close()
-        return file.getvalue()
-
+def test_states_come_back_where_they_lie():
+    "The state of a GPU's store is that of the same on the CPU, and comes back to the GPU."
     trellis = Recipe(Spec(2, codebook="trellis"), Spec(3, codebook="trellis"))
     for name, recipe in (RICH | {"k3v3": preset("k3v3"), "trellis": trellis}).items():
         for n in (1, 700):
             store = KVStore(recipe, 2, 3, 64, dtype=torch.bfloat16, device=DEVICE)
             x = states(2, 2, 3, n, 64).to(DEVICE).bfloat16()
             store.append(*x)
-            there = state_of(store)
-            here = {k: t.cpu() for k, t in there[0].items()}, there[1]
-            data = stream(there, there)
-            assert data == stream(here, here), name
-            for found, header in Reader(io.BytesIO(data), size=len(data)).layers(device=DEVICE):
-                assert header == there[1] and found.keys() == here[0].keys(), name
-                again = store_of(found, header, DEVICE)
-                for k, t in state_of(again)[0].items():
-                    assert t.device.type == DEVICE and torch.equal(t.cpu(), here[0][k]), k
-                for a, b in zip(again.read(), store.read()):
-                    assert torch.equal(a, b), name
-    found["value.scale"][0, 1, 0, 3] = torch.nan
-    try:
-        store_of(found, header, DEVICE)
-    except ValueError as error:
-        assert "value.scale" in str(error) and "finite" in str(error)
-    else:
-        raise AssertionError("a scale that is not finite was taken")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "x"
-        store.save(path)
-        assert all(map(torch.equal, KVStore.load(path, DEVICE).read(), store.read()))
+            found, header = state_of(store)
+            again = store_of({k: t.cpu() for k, t in found.items()}, header, DEVICE)
+            for k, t in state_of(again)[0].items():
+                assert t.device.type == DEVICE and torch.equal(t, found[k]), (name, k)
+            for a, b in zip(again.read(), store.read()):
+                assert torch.equal(a, b), name
 
 
 def moved_between(group, gpus):

@@ -19,7 +19,7 @@ from tests.helpers import attended_store
 
 CUDA = torch.cuda.is_available()
 # who serves a step on a processor: the compiled kernel, where there is a compiler
-ON_CPU = "gather" if ops.BACKENDS["cpu"].library.why else "cpu"
+ON_CPU = "torch" if ops.BACKENDS["cpu"].library.why else "cpu"
 
 
 def filled(device="cpu", **kwargs):
@@ -70,7 +70,7 @@ def test_without_a_device_the_reason_is_about_devices_or_triton():
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
     answers = ops.explain(q, store)
-    assert [*answers] == ["triton", "flash", "cpu", "gather", "blocks", "torch"]
+    assert [*answers] == ["triton", "flash", "cpu", "blocks", "torch"]
     assert not answers["torch"]
 
 
@@ -255,11 +255,10 @@ def test_a_step_on_a_cpu_is_served_by_look_up_or_says_why_not(change, served):
         with pytest.raises(
             ValueError,
             match=(
-                "'gather' cannot serve this call: the look-up knows ranges of positions, not "
-                "masks"
+                "'cpu' cannot serve this call: the look-up knows ranges of positions, not masks"
             ),
         ):
-            ops.attend(q, store, backend="gather", **change)
+            ops.attend(q, store, backend="cpu", **change)
 
 
 def in_fp64(q, store, k, v, latent=False, ends=True):
@@ -330,8 +329,7 @@ def test_the_look_up_is_asked_again_when_tiles_are_truncated_or_sequences_end():
     store.crop(200)
     store.append(*torch.randn(2, 2, 2, 9, 64))
     assert ops.select_backend(Call.of(q, store)).backend == ON_CPU, "as before any truncation"
-    for backend in {ON_CPU, "gather"}:
-        close(ops.attend(q, store, backend=backend), attention.attend(q, store))
+    close(ops.attend(q, store, backend=ON_CPU), attention.attend(q, store))
 
 
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turboquant_nb.cache.codec import KVStore
 from turboquant_nb.files import Saved
 
 pytest.importorskip("transformers")
@@ -22,14 +21,15 @@ def one(tmp_path, monkeypatch):
     def run(load, count=240):
         x = archives.STORES["k3v3"]()
         judge, use = archives.unsound, archives.use_store
-        case = archives.Case("store", x.save, load, KVStore.save, judge, use)
+        write = lambda path: archives.write_store(x, path)
+        case = archives.Case("store", write, load, archives.write_store, judge, use)
         return archives.fuzz(case, count, 0, tmp_path)
 
     return run
 
 
 def test_the_loaders_of_the_package_leave_nothing(one):
-    row = one(KVStore.load)
+    row = one(archives.read_store)
     assert row["bad"] == [] and row["refused"] > 120 and row["loaded"] > 0
 
 
@@ -39,16 +39,16 @@ def test_numbers_that_are_not_looked_at_are_found(monkeypatch, tmp_path):
         patched.setattr(Saved, "tensor", lambda self, name, *_, **__: self[name])
         store = archives.STORES["k3v3"]()
         store.key.memory.tensors["scale"][0, 0, 0, 0] = torch.nan
-        store.save(tmp_path / "nan")
-        assert archives.unsound(KVStore.load(tmp_path / "nan")) == "scale"
+        archives.write_store(store, tmp_path / "nan")
+        assert archives.unsound(archives.read_store(tmp_path / "nan")) == "scale"
     with pytest.raises(ValueError, match="key.scale"):
-        KVStore.load(tmp_path / "nan")
+        archives.read_store(tmp_path / "nan")
 
 
 def test_what_is_allocated_is_counted(one):
     def load(path):
         torch.zeros(2**20)  # 4 MB
-        return KVStore.load(path)
+        return archives.read_store(path)
 
     gone = SimpleNamespace(n=0)
 
@@ -56,7 +56,7 @@ def test_what_is_allocated_is_counted(one):
         gone.n += 1
         if gone.n == 5:  # bytes of Python count too
             bytearray(2**22)
-        return KVStore.load(path)
+        return archives.read_store(path)
 
     assert all(x.startswith("allocated") for x in one(load, 3)["bad"])
     assert [x.split(":")[0] for x in one(careless, 9)["bad"]] == ["allocated"]
@@ -65,7 +65,8 @@ def test_what_is_allocated_is_counted(one):
 def test_changes_are_of_every_kind(tmp_path):
     x = archives.STORES["k3v3"]()
     judge, use = archives.unsound, archives.use_store
-    case = archives.Case("store", x.save, KVStore.load, KVStore.save, judge, use)
+    write = lambda path: archives.write_store(x, path)
+    case = archives.Case("store", write, archives.read_store, archives.write_store, judge, use)
     found = archives.original(case, tmp_path / "x")
     rng, said = random.Random(0), ""
     for _ in range(300):
@@ -75,5 +76,5 @@ def test_changes_are_of_every_kind(tmp_path):
             continue
     for what in ("drop (", "value (", "rename (", "'json', 'key'", "dtype ", "shape ", "swap "):
         assert what in said
-    for what in ("add ", "numbers ", "rename 1.2", "drop 1.2", "'state', 'offset'", "_recent"):
+    for what in ("add ", "numbers ", "_recent"):
         assert what in said

@@ -101,9 +101,9 @@ def make_room(store, n: int) -> None:
         store.clock.reach(store.cos_sin, store.length + n)
 
 
-def _encoded(store, states, means, names, first: int | None = None) -> list:
-    "States from position `first` on (None: new ones) coded by PyTorch."
-    first, out = store.length if first is None else first, []
+def _encoded(store, states, means, names) -> list:
+    "New states coded by PyTorch."
+    first, out = store.length, []
     last = first + states[0].shape[2]
     for part, x, mean, name in zip(store.parts, states, means, names):
         rows = angles(store, first, last) if part.q.centre.rotates else None
@@ -111,13 +111,12 @@ def _encoded(store, states, means, names, first: int | None = None) -> list:
     return out
 
 
-def _code(store, states, means, names, first: int | None = None) -> None:
-    "Codes and scales of states as of `_encoded`, put where nothing reads yet."
-    first = store.length if first is None else first
-    coded = _encoded(store, states, means, names, first)
-    make_room(store, first + states[0].shape[2] - store.length)
+def _code(store, states, means, names) -> None:
+    "Codes and scales of new states, put where nothing reads yet."
+    coded = _encoded(store, states, means, names)
+    make_room(store, states[0].shape[2])
     for part, c in zip(store.parts, coded):
-        part.memory.write(c, first - store.offset)
+        part.memory.write(c, store.length - store.offset)
 
 
 def _check_room(store, n: int):

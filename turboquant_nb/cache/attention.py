@@ -127,7 +127,6 @@ class Backend:
 
     name: str  # what `Rule.backend` calls it
     served = "codes"  # what reports count its calls as
-    reads_late = False  # does it read the newest token exactly while that has no codes?
     recorded = False  # can a CUDA graph replay it, since it never waits for the device?
 
     def refuses(self, call: Call) -> str:

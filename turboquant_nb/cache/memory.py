@@ -11,7 +11,6 @@ import math
 from copy import copy
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from hashlib import sha256
 from typing import NamedTuple
 
 import torch
@@ -348,13 +347,6 @@ class Frame(NamedTuple):
             self.mean.zero_()
         if self.pair is not None:
             self.pair.fill_(1)
-
-    @property
-    def digest(self) -> str:
-        "Equal where frames are equal; waits for the device."
-        told = lambda t: b"" if t is None else t.cpu().view(torch.int16).numpy().tobytes()
-        pair = b"" if self.pair is None else b"pair" + told(self.pair)
-        return sha256(told(self.mean) + pair).hexdigest()
 
 # %% ../../nbs/30c_memory.ipynb #c2e26fa8
 @lru_cache(maxsize=256)

@@ -307,7 +307,8 @@ def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
     answer = ops.serve(ours, name)
     if why and name != "flash":
         layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
-        if name == "gather" or why == ops.launch.device_reason(layer.store, False):
+        lacks = ops.CPU.library.lacks(why)
+        if lacks or why == ops.launch.device_reason(layer.store, False):
             _say_fallback(name, why)
     return name, answer
 

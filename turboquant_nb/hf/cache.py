@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from ..cache import token_coder
 from ..cache.clock import DeviceClock, HostClock, is_captured
 from turboquant_nb.hf.hooks import (
     Before,
@@ -250,7 +249,6 @@ class TurboQuantCache(Cache):
         self._on_codes = (
             None  # whether the pass that runs attends on codes; its first layer asks
         )
-        self._late = []  # stores whose newest token is coded when the pass ends
         self._mine = False  # whether the pass that runs took the cache in its first layer
         # of a pass: (store, event after it) of first chunks to be looked at; when it began
         self._unseen, self._began = [], 0.0
@@ -319,7 +317,7 @@ class TurboQuantCache(Cache):
             self._listen()
             self._mine |= self.take()  # nobody took it where no model is heard yet
             self._begin_pass()
-            self._on_codes, self._late = groups[0].on_codes, []
+            self._on_codes = groups[0].on_codes
         known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
         last = groups[-1] is self.coded_layers[-1]
         held = groups[0].length if known is None else known
@@ -334,19 +332,8 @@ class TurboQuantCache(Cache):
             if self._mine:
                 self.give()
         if known is None:
-            states = layer.update(
-                key_states,
-                value_states,
-                *args,
-                on_codes=on_codes,
-                later=self._late if on_codes else None,
-                unseen=unseen,
-                **kwargs,
-            )
-            if last and self._late:
-                token_coder.complete(self._late)
-                self._late = []
-            return states
+            how = dict(on_codes=on_codes, unseen=unseen)
+            return layer.update(key_states, value_states, *args, **how, **kwargs)
         for x in groups:
             x.store.length, x.store.clock.known = known, True
         try:

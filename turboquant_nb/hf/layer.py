@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from ..cache import token_coder
 from ..cache.clock import HostClock
 from ..cache.store import KVStore, tail_with
 from .hooks import Handle, attention_name, wants_weights
@@ -278,15 +277,14 @@ class TurboQuantLayer(CacheLayerMixin):
         value_states: Tensor,
         *args,
         on_codes: bool | None = None,
-        later: list | None = None,
         unseen: list | None = None,
         **kwargs,
     ) -> tuple:
         """Code n tokens; return handles for the 'turboquant' attention, dense tensors for any
         other. A refused update changes nothing; what comes after the first chunk kernels take
         without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
-        says whether the model attends `on_codes`, takes the store into the list `later` where
-        it will code the token, and into `unseen` where it will look at a first chunk."""
+        says whether the model attends `on_codes`, and takes the store into `unseen` where it
+        will look at a first chunk."""
         states = key_states, value_states
         if self.scales_pairs and self.is_initialized:  # keys as the store holds them
             states = self.store.key.into_frame(key_states), value_states
@@ -301,7 +299,7 @@ class TurboQuantLayer(CacheLayerMixin):
         elif waits:
             self._wait(*states, True)
         else:
-            self._append(*states, past == 0, later, unseen)
+            self._append(*states, past == 0, unseen)
         if self.scales_pairs and not past and not waits:
             self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
@@ -385,7 +383,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self._say_no_pairs("they were read before the layer attended")
         self._append(store.key.into_frame(key_states), value_states, first_chunk)
 
-    def _append(self, key_states, value_states, first_chunk: bool, later=None, unseen=None):
+    def _append(self, key_states, value_states, first_chunk: bool, unseen=None):
         "Code a chunk of keys in the store's frame. Whatever goes wrong, it is as it was."
         before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
         try:
@@ -398,16 +396,11 @@ class TurboQuantLayer(CacheLayerMixin):
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
             tail = tail_with(self.store, key_states, value_states, self.names) if few else None
-            together = later is not None and n == 1 and not few and self.backend != "triton"
             # flags of all layers are looked at together: of a first chunk when the pass ends,
             # of others in the next one
             wait = None if first_chunk and unseen is None else False
-            if together and token_coder.append_later(self.store, key_states, value_states):
-                later.append(self.store)
-                coder = "torch"
-            else:
-                how = self.backend, self.names, wait, True
-                coder = ops.append(self.store, key_states, value_states, *how)
+            how = self.backend, self.names, wait, True
+            coder = ops.append(self.store, key_states, value_states, *how)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
@@ -418,7 +411,7 @@ class TurboQuantLayer(CacheLayerMixin):
             cuda = key_states.device.type == "cuda"
             stream = torch.cuda.current_stream(key_states.device) if cuda else None
             unseen.append((self.store, stream and stream.record_event()))
-        self.coded["kernel" if coder == "triton" else "torch"] += 1
+        self.coded["torch" if coder == "torch" else "kernel"] += 1
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."

@@ -562,4 +562,115 @@ extern "C" void attend(const Call* call) {
 }
 """
 
-SOURCE = "".join((_VECTORS, _NUMBERS, _CALL, _INDICES, _PRODUCTS, _SOFTMAX, _RUNS, _JOIN))
+# %% ../../nbs/44b_cpp.ipynb #45c0001b0
+_CODER = r"""
+struct Coder {
+  const float *edges, *levels, *matrix;  // [2^bits - 1], [2^bits], [d, d] transposed
+  const uint16_t* mean;                  // [B, H, d] bfloat16, or null
+  int64_t head, turns, rule;  // from a head's matrix to the next; by RoPE; norm, mse, unbiased
+  double top;                 // largest scale
+};
+static bool code_row(const Call& c, const Side& s, const Coder& k, int64_t b, int64_t h,
+                     const char* from, uint8_t* codes, float& scale) {
+  static thread_local Spare m;
+  const int64_t d = s.d, r = c.R / 2;
+  float *x = m.of(m.query, d), *y = m.of(m.turned, d), *mean = m.of(m.lanes, d);
+  widen(from, c.chunk.kind, d, x);
+  if (k.mean) widen((const char*)(k.mean + (b * c.H + h) * d), 2, d, mean);
+  if (k.mean && k.turns) {
+    const uint16_t* row = c.angles + std::max<int64_t>(0, c.now - c.starts[b]) * c.R;
+    for (int64_t i = 0; i < r; i++) {
+      const float cos = half(row[i]), sin = half(row[r + i]), low = mean[i], high = mean[r + i];
+      volatile float a = low * cos, e = high * sin, f = high * cos, g = low * sin;
+      mean[i] = a - e, mean[r + i] = f + g;
+    }
+  }
+  for (int64_t j = 0; k.mean && j < d; j++) x[j] -= mean[j];
+  std::fill(y, y + d, 0.f);
+  for (int64_t i = 0; i < d; i++) {
+    const float *row = k.matrix + h * k.head + i * d, one = x[i];
+    for (int64_t j = 0; j < d; j++) y[j] += one * row[j];
+  }
+  double power = 0, dot = 0, square = 0;
+  for (int64_t j = 0; j < d; j++) power += (double)y[j] * y[j];
+  if (!((float)power > 0 && (float)power <= 3.4e38f)) return false;
+  const float unit = std::max((float)std::sqrt(power / d), 0x1p-126f);
+  for (int64_t j = 0; j < d; j++) x[j] = y[j] / unit;
+  std::fill(codes, codes + d, 0);
+  for (int64_t e = 0; e + 1 < (int64_t)1 << s.bits; e++)
+    for (int64_t j = 0; j < d; j++) codes[j] += x[j] > k.edges[e];
+  for (int64_t j = 0; j < d; j++) {
+    const double level = k.levels[codes[j]];
+    dot += y[j] * level, square += level * level;
+  }
+  scale = k.rule == 0 ? unit : k.rule == 1 ? dot / square : power / dot;
+  return std::fabs(scale) <= k.top;
+}
+static uint16_t narrow(float x, int64_t kind) {  // to the nearest, ties to even
+  uint32_t u = bits_of<uint32_t>(x), sign = u >> 31 << 15;
+  if (kind == 2) return (u + 0x7FFFu + (u >> 16 & 1)) >> 16;
+  u &= 0x7FFFFFFFu;
+  if (u < 0x38800000u) return sign | (bits_of<uint32_t>(bits_of<float>(u) + .5f) - 0x3F000000u);
+  return sign | (u - 0x38000000u + 0xFFFu + (u >> 13 & 1)) >> 13;
+}
+static void put_row(const Call& c, const Side& s, int64_t b, int64_t h, bool by_channel,
+                    const uint8_t* codes, float scale) {
+  static const int slots[4] = {0, 4, 2, 6};
+  const int64_t rows = c.tile / 4, at = c.now - c.offset, t = at % c.tile, row = t % rows;
+  const auto place = [&](const Plane& p) {
+    return (uint8_t*)p.at + b * p.batch + h * p.head + at / c.tile * p.tile;
+  };
+  const int slot = slots[t / rows];
+  for (int64_t n = 0, left = s.bits; n < s.planes; n++) {
+    const bool base = s.bits > 1 && n == 0;
+    const int64_t wide = base ? s.d : (s.d + 1) / 2;
+    uint8_t* to = place(s.plane[n]) + (by_channel ? row * wide : row);
+    left -= base ? 2 : 1;
+    for (int64_t j = 0; j < wide; j++) {
+      int more = base ? codes[j] >> left & 3 : codes[j] >> left & 1;
+      if (!base && j + wide < s.d) more |= (codes[j + wide] >> left & 1) << 1;
+      uint8_t& byte = to[by_channel ? j : j * rows];
+      byte = (byte & ~(3 << slot)) | more << slot;
+    }
+  }
+  uint8_t* to = place(s.scale);
+  const uint16_t half = narrow(scale, s.kind);
+  if (s.kind == 0) std::memcpy(to + 4 * t, &scale, 4);
+  else std::memcpy(to + 2 * t, &half, 2);
+}
+static void keep_exact(const Call& c, int64_t b, int64_t h, const Exact& to, int64_t i) {
+  const Exact& e = c.chunk;
+  const int64_t size = e.kind == 0 ? 4 : 2;
+  std::memcpy((char*)to.k + b * to.k_batch + h * to.k_head + i * to.k_token,
+              e.k + b * e.k_batch + h * e.k_head, size * c.key.d);
+  std::memcpy((char*)to.v + b * to.v_batch + h * to.v_head + i * to.v_token,
+              e.v + b * e.v_batch + h * e.v_head, size * c.value.d);
+}
+extern "C" int64_t code(const Call* call, const Coder* coders) {  // whether it did
+  const Call& c = *call;
+  const int64_t n = c.B * c.H, most = std::max(c.key.d, c.value.d);
+  std::vector<uint8_t> codes(2 * n * most);
+  std::vector<float> scale(2 * n);
+  int64_t bad = 0;
+#pragma omp parallel for num_threads((int)c.threads) reduction(+ : bad) if (c.threads > 1 && n > 32)
+  for (int64_t i = 0; i < 2 * n; i++) {
+    const int64_t of = i / n, b = i % n / c.H, h = i % c.H;
+    const Exact& e = c.chunk;
+    const char* from = of ? e.v + b * e.v_batch + h * e.v_head : e.k + b * e.k_batch + h * e.k_head;
+    const Side& s = of ? c.value : c.key;
+    bad += !code_row(c, s, coders[of], b, h, from, codes.data() + i * most, scale[i]);
+  }
+  if (bad) return 0;
+  for (int64_t i = 0; i < n; i++) {
+    const int64_t b = i / c.H, h = i % c.H, sink = c.now - c.starts[b];
+    put_row(c, c.key, b, h, true, codes.data() + i * most, scale[i]);
+    put_row(c, c.value, b, h, false, codes.data() + (n + i) * most, scale[n + i]);
+    if (c.recent.n) keep_exact(c, b, h, c.recent, c.now % c.recent.n);
+    if (sink >= 0 && sink < c.sinks.n) keep_exact(c, b, h, c.sinks, sink);
+  }
+  return 1;
+}
+"""
+
+_PARTS = _VECTORS, _NUMBERS, _CALL, _INDICES, _PRODUCTS, _SOFTMAX, _RUNS, _JOIN, _CODER
+SOURCE = "".join(_PARTS)

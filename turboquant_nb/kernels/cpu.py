@@ -22,8 +22,9 @@ from torch import Tensor
 
 from ..cache import attention
 from ..cache.attention import Answer, Backend, Call, check_call
-from ..cache.gather import Gather
-from ..cache.store import Part
+from ..cache.append import make_room
+from ..cache.exact import _plain, commit
+from ..cache.store import KVStore, Part
 from ..files import cache_dir, is_private, private_folder, temporary_folder
 from .cpp import SOURCE
 
@@ -63,7 +64,7 @@ class Library:
         self.threads = True  # does it have OpenMP?
 
     @cached_property
-    def _found(self) -> tuple:  # (function or None, why not)
+    def _found(self) -> tuple:  # (what was compiled or None, why not)
         names = [self.compiler or os.environ.get("CXX", "")]
         names += [] if self.compiler else ["c++", "g++", "clang++"]
         compiler = next(filter(None, map(shutil.which, filter(None, names))), None)
@@ -74,14 +75,14 @@ class Library:
         if self.folder is not None:
             folders = [lambda: self.folder]
         for folder in folders:
-            function, why = self._opened(folder, compiler)
-            if function is not None:
-                return function, ""
+            made, why = self._opened(folder, compiler)
+            if made is not None:
+                return made, ""
             reason = reason or why
         return None, reason
 
-    def _opened(self, folder, compiler: str) -> tuple:  # (function or None, why not)
-        "The function of a file in the folder that `folder()` is, with OpenMP if there is one."
+    def _opened(self, folder, compiler: str) -> tuple:  # (what was compiled or None, why not)
+        "From a file in the folder that `folder()` is, with OpenMP if there is one."
         place = why = ""
         try:
             place = private_folder(folder())
@@ -90,9 +91,11 @@ class Library:
                 file, why = self._file(place, [*command, *more])
                 if not why:
                     self.threads = bool(more)
-                    function = ctypes.CDLL(str(file)).attend
-                    function.argtypes, function.restype = [ctypes.c_void_p], None
-                    return function, ""
+                    made = ctypes.CDLL(str(file))
+                    made.attend.argtypes, made.attend.restype = [ctypes.c_void_p], None
+                    made.code.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+                    made.code.restype = ctypes.c_int64
+                    return made, ""
             return None, f"{compiler} could not compile the kernel: {why}"
         except OSError as error:  # it is full or another's, or files in it may not run
             why = f"{error.filename or place}: {error.strerror or error}"
@@ -130,9 +133,17 @@ class Library:
         "Why there is none, in a sentence; empty if there is one."
         return self._found[1]
 
+    def lacks(self, why: str) -> bool:
+        "Whether this is why there is none, if anybody asked; nothing is compiled to say it."
+        return bool(why) and vars(self).get("_found", (None, ""))[1] == why
+
     def attend(self, call: "_Call") -> None:
         "Run it."
-        self._found[0](ctypes.addressof(call))
+        self._found[0].attend(ctypes.addressof(call))
+
+    def code(self, call: "_Call", coders) -> bool:
+        "Code a token; False if it cannot be, and nothing has changed."
+        return bool(self._found[0].code(ctypes.addressof(call), ctypes.addressof(coders)))
 
 # %% ../../nbs/45_cpu.ipynb #45c0001c
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -165,6 +176,9 @@ _Call = _struct(
     *"B H G tile tiles first_tile offset low past now exact_from threads".split(),
     ("softcap", ctypes.c_double),
     *"*coded *exact *share *lse".split(),
+)
+_Coder = _struct(
+    "_Coder", *"*edges *levels *matrix *mean head turns rule".split(), ("top", ctypes.c_double)
 )
 
 
@@ -224,27 +238,67 @@ def _held_by(store) -> _Call:
     return _Call.from_buffer_copy(call)
 
 
+def _coder(part: Part) -> tuple | None:  # (_Coder without its mean, what it points to)
+    "What the kernel codes states of a part with; None for codes that only PyTorch makes."
+    code, transform, spec = part.code, part.q.rotation, part.q.spec
+    one_table = code.encoder == "edges" and not code.refuses("decode")
+    if not one_table or part.memory.truncated_tiles or part.q.centre.kind == "own":
+        return None
+    tables = [code.edges.float().contiguous(), code.codebook.levels.float().contiguous()]
+    if "cpu" not in transform.memo:
+        transform.memo["cpu"] = transform.matrix.float().mT.contiguous()
+    tables.append(transform.memo["cpu"])
+    coder = _Coder(*(x.data_ptr() for x in tables))
+    coder.head = part.q.d**2 * transform.per_head
+    coder.turns = part.q.centre.kind == "rotating"
+    coder.rule = ("norm", "mse", "unbiased").index(spec.scale)
+    coder.top = torch.finfo(part.q.scale_dtype).max
+    return coder, tables
+
+
+def _lies_together(store: KVStore) -> bool:
+    "Whether bytes of a tile lie side by side, and numbers of an exact token."
+    planes = [p for side in store.parts for p in side.memory.planes]
+    exact = [x for s in store.parts for x in (s.exact.sinks, s.exact.recent)]
+    return all(x.stride(-1) == 1 for x in exact) and all(
+        p.stride()[-2:] == (p.shape[-1], 1) for p in planes
+    )
+
+
 class Cpu(Backend):
     "A decode step on codes by the compiled kernel, on a processor."
 
-    name, reads_late = "cpu", True
+    name = "cpu"
 
     def __init__(self, library: Library | None = None):
         self.library = library or Library()
 
     def refuses(self, call: Call) -> str:
-        if why := Gather().refuses(call):
+        store, q = call.store, call.q
+        states = [x for x in (q, call.k, call.v) if x is not None]
+        if call.rule.latent:
+            return "the look-up multiplies queries with keys of one side, latents have two"
+        if call.mask is not None or call.first not in (None, store.offset):
+            return "the look-up knows ranges of positions, not masks"
+        if call.recent is not None:
+            return "the look-up has one set of exact tokens, not one for each query"
+        if store.device.type != "cpu":
+            return f"the table is for a CPU, the store is on {store.device.type}"
+        if q.ndim != 4 or q.shape[2] != 1:
+            return f"one query a sequence is served, got q of shape {list(q.shape)}"
+        if why := store.clock.refuses("look-up"):
             return why
-        store, states = call.store, [x for x in (call.q, call.k, call.v) if x is not None]
+        if store.end is not None:
+            return "sequences have ends"
+        if why := next(filter(None, (s.code.refuses("windows") for s in store.parts)), ""):
+            return why
+        if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+            return "there is no gradient; call under torch.no_grad()"
         if any(x.dtype not in _KINDS for x in states) or store.dtype not in _KINDS:
             return "states must be of 32 or 16 bits"
         if store.tile % 64:
             return f"tiles must be a multiple of 64 tokens, got {store.tile}"
-        rows = [p for side in store.parts for p in side.memory.planes]
-        exact = [x for s in store.parts for x in (s.exact.sinks, s.exact.recent)]
-        if any(x.stride(-1) != 1 for x in exact) or any(
-            p.stride()[-2:] != (p.shape[-1], 1) for p in rows
-        ):
+        if not _lies_together(store):
             return "the bytes of a tile and of an exact token must lie together"
         if torch.compiler.is_compiling():
             return "a compiler follows the step, which cannot see into the kernel"
@@ -308,3 +362,58 @@ class Cpu(Backend):
         whole = value.q.rotation.inverse(coded).add_(exact)
         whole = value.q.centre.output(whole, part, value.mean)
         return Answer(whole.view(b, h * g, 1, dv).to(q.dtype), lse.view(b, h * g, 1))
+
+    def _coders(self, store: KVStore) -> tuple | None:  # (keys' and values' _Coder, tables)
+        "What codes tokens of a store; None where the quantizer does."
+        serves = store.device.type == "cpu" and store.dtype in _KINDS and _lies_together(store)
+        if not serves or store.recipe.decay is not None or self.library.why:
+            return None
+        found = [_coder(part) for part in store.parts]
+        if None in found:
+            return None
+        return (_Coder * 2)(*(x for x, _ in found)), [tables for _, tables in found]
+
+    @_plain
+    def append(
+        self,
+        store: KVStore,
+        k: Tensor,  # [B, H, 1, d_key] in the store's dtype
+        v: Tensor,  # [B, H, 1, d_value]
+    ) -> (
+        bool
+    ):  # whether it did; if not, nothing has changed, and the quantizer codes or refuses
+        "Code one token of each sequence."
+        clock, kind = store.clock, (store.dtype, store.device)
+        if store.waiting or clock.by_device or store.end is not None:
+            return False
+        position = clock.learn(store)
+        shapes = [(store.batch, store.heads, 1, part.q.d) for part in store.parts]
+        fits = store.max_length is None or position - store.offset < store.max_length
+        states = list(zip((k, v), shapes))
+        if not position or not fits or any((x.dtype, x.device) != kind for x, _ in states):
+            return False
+        if any(x.shape != shape for x, shape in states):
+            return False
+        make_room(store, 1)
+        coders, _ = store.memo.setdefault("coders", self._coders(store)) or (None, None)
+        if coders is None:
+            return False
+        kept = [x.detach() if x.stride(3) == 1 else x.detach().contiguous() for x in (k, v)]
+        for coder, part in zip(coders, store.parts):
+            if part.mean is not None:
+                kept.append(part.mean.contiguous())
+                coder.mean = kept[-1].data_ptr()
+        c, starts = _held_by(store), (ctypes.c_int64 * store.batch)(*store.ranges.starts)
+        c.chunk, c.starts = _exact(*kept[:2]), ctypes.addressof(starts)
+        c.now, c.offset, c.threads = position, store.offset, torch.get_num_threads()
+        if store.cos_sin is not None:
+            table = store.cos_sin.table
+            c.angles, c.R = table.data_ptr(), table.shape[1]
+
+        def change():
+            if self.library.code(c, coders):
+                store.length = position + 1
+                clock.count(position + 1)
+
+        commit(change)
+        return store.length > position
