@@ -3,6 +3,7 @@ place: in Triton's interpreter, on a GPU where there is one."""
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,11 +11,15 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 from turboquant_nb.cache import attention
+from turboquant_nb.cache.packing import Layout, pack
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.kernels import blocks, decode_mma, launch, ops
+from turboquant_nb.kernels.decode_launch import pack_lut
+from turboquant_nb.theory.codebook import lloyd_max, uniform
 from tests.helpers import ahead_of_time, attended_store
+from tests.kernels.ptx import run_ptx
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -231,3 +236,46 @@ def test_compiled_ahead_of_time():
     assert len(rows) == len(cases)
     for row in rows:
         assert row["shared"] <= 160 * 1024 and row["spills"] <= 160, row
+
+
+def levels_by_ptx(codes, levels, flip=0x80808080):
+    "fp16 levels of a tile [256, d] by the generated PTX."
+    bits, half = len(levels).bit_length() - 1, codes.shape[1] // 2
+    planes = [p[0] for p in pack(codes, Layout(bits, codes.shape[1], "channel"))]
+    inputs = [
+        x.contiguous().numpy().view(np.uint32)
+        for x in (planes[0][:, :half], planes[0][:, half:], *planes[1:])
+    ]
+    table = [
+        np.uint32((w & 0xFFFFFFFF) ^ flip)
+        for w in pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]]
+        for _ in range(4)
+    ]
+    out = []
+    for shift in (0, 2):
+        words = run_ptx(blocks.half_asm(bits)[0], inputs + [np.uint32(shift)] * 4 + table)
+        halves = [
+            np.ascontiguousarray(w).view(np.float16).reshape(64, -1, 2) for w in words
+        ]  # half, quarter, pairs of bytes
+        out += [
+            np.concatenate(
+                [
+                    np.stack(halves[4 * h + 2 * q : 4 * h + 2 * q + 2], 2).reshape(64, half)
+                    for h in (0, 1)
+                ],
+                1,
+            )
+            for q in (0, 1)
+        ]
+    return torch.from_numpy(np.concatenate(out))
+
+
+def test_ptx_gives_the_levels_of_a_table():
+    "Kills: a table whose bytes are not flipped."
+    g = torch.Generator().manual_seed(0)
+    for book in (f(b) for b in (2, 3, 4) for f in (lloyd_max, uniform)):
+        levels = book.to_int8_grid().int8().levels
+        codes = torch.randint(0, 2**book.bits, (256, 64), dtype=torch.uint8, generator=g)
+        assert torch.equal(levels_by_ptx(codes, levels), levels[codes.int()].half())
+    mutant = levels_by_ptx(codes, levels, flip=0)
+    assert not torch.equal(mutant, levels[codes.int()].half())

@@ -49,6 +49,7 @@ from turboquant_nb.quant.residual import sign_codebook
 from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.cache.store import KVStore
 from tests.helpers import ahead_of_time, attended_store as setup, covering_pairs
+from tests.kernels.ptx import run_ptx
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -658,9 +659,7 @@ def looked_up(codes, levels, along):
         for w in decode_launch.pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]]
         for _ in range(4)
     ]
-    out = decode_mma._run_ptx(
-        decode_mma.lookup_asm(bits, along == "channel")[0], inputs + table
-    )
+    out = run_ptx(decode_mma.lookup_asm(bits, along == "channel")[0], inputs + table)
     out = torch.from_numpy(np.stack(out).view(np.int8)).view(
         2, 2, 2, *inputs[0].shape, 4
     )  # half, pair, which, .., word, byte
@@ -692,7 +691,7 @@ def chained(code, codes, along):
         planes = [np.ascontiguousarray(p).view(np.uint32).reshape(64, 4, -1) for p in planes]
         inputs = [p[..., i] for p in planes for i in range(words)]
         inputs += [np.int64(w) for w in table for _ in range(4 * words)]
-        out = np.stack(decode_mma._run_ptx(text, inputs, 8 * words))
+        out = np.stack(run_ptx(text, inputs, 8 * words))
         out = out.reshape(2, 2, 2, words, 64, 4).transpose(1, 2, 4, 0, 5, 3)
         return torch.from_numpy(np.ascontiguousarray(out).view(np.int8).reshape(256, d))
     text, _, first, _ = decode_mma.value_chain_asm(tuple(masks), bits, back, bool(circular))
@@ -705,11 +704,11 @@ def chained(code, codes, along):
         return [p[at[h, c, r], :, i].T for p, h in sides for r in (0, 1) for i in range(4)]
 
     unread = lambda words: [0xDEADBEEF if w is None else w for w in words]
-    carry = unread(decode_mma._run_ptx(first, piece(pieces - 1), 32))
+    carry = unread(run_ptx(first, piece(pieces - 1), 32))
     levels = torch.zeros(2, 2, 4, 4, 2, 2, d, dtype=torch.int8)
     for c in range(pieces):
         inputs = piece(c) + carry + [np.int64(w) for w in table for _ in range(32)]
-        out = decode_mma._run_ptx(text, inputs, 96)
+        out = run_ptx(text, inputs, 96)
         carry = unread(out[64:])
         out = np.stack(out[:64]).reshape(2, 2, 2, 2, 4, 4, 8)
         # half, pair, which two tokens, row, word, column, lane, token, quarter

@@ -5,8 +5,8 @@ object. Run by test_vllm.py, and by the gate of scripts/bench/serving.py, in a p
 own: engine.py FOLDER PART …, with the parts plain, refuse, recent, firsts, firsts_few,
 firsts_short, at_once, trellis, exact, exact_windows, exact_learnt, exact_sizes, exact_states,
 exact_shared, learnt, sizes, shared, states, offload, offload_codes, offload_cut, drafts,
-drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs, graphs_drafts,
-graphs_firsts, graphs_ragged, graphs_trellis, each of which is a function here.
+drafts_recent, drafts_firsts, hybrid, random, random_firsts, parallel, dense, graphs,
+graphs_drafts, graphs_firsts, graphs_ragged, graphs_trellis, each of which is a function here.
 On a CPU our backend stands in the place of vLLM's own, in fp32; on a GPU it is chosen by its
 name, in bf16."""
 

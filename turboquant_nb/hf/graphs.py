@@ -56,7 +56,7 @@ class CapturedSteps:
     def hold_still(self, layer: TurboQuantLayer) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."
         if not layer.store.clock.fixed:
-            layer.store = counted_by_device(layer.store, layer.room)
+            layer.store = counted_by_device(layer.store, layer.max_length)
             self.settle(layer, layer.store.key.tensors["sinks"])
 
     @_plain

@@ -76,8 +76,8 @@ def _own_layers(config) -> list:
         kind = type(layer).__name__
         if kind == "DynamicIndexedLayer":
             raise ValueError(
-                f"{config.model_type} selects the tokens that it attends to by keys of an index, "
-                "so it cannot be served"
+                f"{config.model_type} selects the tokens that it attends to by keys of an "
+                "index, so it cannot be served"
             )
         if kind not in (*_CODED, "LinearAttentionLayer", "DummyLayer"):
             raise ValueError(f"layer {i} caches {kind}, which cannot be served: {only}")

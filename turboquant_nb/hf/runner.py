@@ -326,7 +326,7 @@ class StepRunner:
     def refusal_of_layer(layer: TurboQuantLayer, tokens: int) -> str:
         "Why steps of so many tokens of this layer cannot be replayed; empty if they can."
         store = layer.store
-        if layer.room is not None and store.length + tokens > layer.room:
+        if layer.max_length is not None and store.length + tokens > layer.max_length:
             return "the cache is full"
         if layer.clock.fixed:
             return ""

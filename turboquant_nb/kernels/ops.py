@@ -270,14 +270,7 @@ class BlockByBlock(attention.Reference):
 # %% ../../nbs/46_ops.ipynb #754d044b
 CPU = cpu.Cpu()
 BACKENDS = {
-    x.name: x
-    for x in (
-        launch.Triton(),
-        Flash(),
-        CPU,
-        BlockByBlock(),
-        attention.Reference(),
-    )
+    x.name: x for x in (launch.Triton(), Flash(), CPU, BlockByBlock(), attention.Reference())
 }
 
 
