@@ -699,8 +699,7 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
 def test_what_a_layer_costs_the_host(static, silent):
     """Append and attention of one token in one layer: three launches, three operations, and 137
     function calls at most, 146 where the device counts, two of which make an append whole that
-    is broken off (188 when attention, too, asked anew who serves it; transformers' own cache and SDPA
-    need 25 and as many launches)."""
+    is broken off; transformers' own cache and SDPA need 25 and as many launches."""
     pytest.importorskip("triton.experimental.gluon")
     model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=2), max_position_embeddings=1100)
     model.set_attn_implementation("turboquant")
