@@ -239,9 +239,7 @@ class TurboQuantCache(Cache):
             clock = DeviceClock if static else HostClock
             layers[x.index] = kind(p.recipe, x, self.reader, max_length, backend, clock)
         super().__init__(layers=layers)
-        # all that hold codes: a layer, and its index if it has one
-        self.groups = [getattr(x, "groups", ()) for x in self.layers]  # of each layer
-        self.coded_layers = [group for groups in self.groups for group in groups]
+        self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self.padding = RowStarts(self.coded_layers)
         self._flags = _Flags()
         # whose states a file held; which adapters took part in what is held (None: not known)
@@ -287,8 +285,9 @@ class TurboQuantCache(Cache):
         if torch.compiler.is_compiling():
             return length, first
         self._listen()
-        groups = self.groups[layer_idx] or self.coded_layers
-        return MaskLength.of(length, self, groups[0]), first
+        layer = self.layers[layer_idx]
+        coded = layer if isinstance(layer, TurboQuantLayer) else self.coded_layers[0]
+        return MaskLength.of(length, self, coded), first
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
         "Tokens seen so far; of a static cache a tensor on the device."
@@ -310,17 +309,16 @@ class TurboQuantCache(Cache):
             cast = [x.to(torch.get_autocast_dtype(kind)) for x in (key_states, value_states)]
             with torch.autocast(kind, enabled=False):
                 return self.update(*cast, layer_idx, *args, **kwargs)
-        groups = self.groups[layer_idx]
-        if torch.compiler.is_compiling() or not groups:
+        if torch.compiler.is_compiling() or not isinstance(layer, TurboQuantLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
-        if groups[0] is self.coded_layers[0]:
+        if layer is self.coded_layers[0]:
             self._listen()
             self._mine |= self.take()  # nobody took it where no model is heard yet
             self._begin_pass()
-            self._on_codes = groups[0].on_codes
+            self._on_codes = layer.on_codes
         known, on_codes = self._lengths.pop(layer_idx, None), self._on_codes
-        last = groups[-1] is self.coded_layers[-1]
-        held = groups[0].length if known is None else known
+        last = layer is self.coded_layers[-1]
+        held = layer.length if known is None else known
         if held and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(
                 "codes pass no gradient on to the tokens that they hold: compute under "
@@ -334,15 +332,13 @@ class TurboQuantCache(Cache):
         if known is None:
             how = dict(on_codes=on_codes, unseen=unseen)
             return layer.update(key_states, value_states, *args, **how, **kwargs)
-        for x in groups:
-            x.store.length, x.store.clock.known = known, True
+        layer.store.length, layer.store.clock.known = known, True
         try:
             return layer.update(
                 key_states, value_states, *args, on_codes=on_codes, unseen=unseen, **kwargs
             )
         finally:
-            for x in groups:
-                x.store.clock.known = False
+            layer.store.clock.known = False
 
     def _begin_pass(self) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."

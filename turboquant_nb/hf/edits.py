@@ -57,9 +57,8 @@ def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
     layers = cache.coded_layers
     ready = lambda x: x.is_initialized and x.only_codes
     grows = lambda x: x.drafting and not x.is_sliding
-    if not all(cache.groups) or not all(
-        ready(x) and (x.clock.fixed or grows(x)) for x in layers
-    ):
+    every = len(layers) == len(cache.layers)
+    if not every or not all(ready(x) and (x.clock.fixed or grows(x)) for x in layers):
         return False
     if cache.static:
         cache._count()
@@ -175,7 +174,7 @@ def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
     before = [(x, x.starts) for x in self.coded_layers if x.is_initialized]
     try:
         for layer in self.layers:
-            coded = hasattr(layer, "groups")
+            coded = isinstance(layer, TurboQuantLayer)
             layer.take_rows(beam_idx, order) if coded else layer.reorder_cache(beam_idx)
     except BaseException:
         left = [x for x, starts in before if x.starts is starts]

@@ -219,11 +219,6 @@ class TurboQuantLayer(CacheLayerMixin):
         self.asked = False  # whether queries of the first chunk are at hand, see `see_queries`
 
     @property
-    def groups(self) -> tuple:
-        "The layers that together hold what a layer of the model does: it alone."
-        return (self,)
-
-    @property
     def on_codes(self) -> bool:
         "Whether the model attends on codes now."
         return self.reader.on_codes

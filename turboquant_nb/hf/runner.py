@@ -293,7 +293,7 @@ class StepRunner:
             return self.failed
         if (getattr(self.model(), "_tp_size", None) or 1) > 1:
             return "the model runs on several devices at once"
-        codes = lambda x: hasattr(x, "groups") and x.only_codes
+        codes = lambda x: isinstance(x, TurboQuantLayer) and x.only_codes
         rest = [x for x in cache.layers if not codes(x)]
         if not all(isinstance(x, LinearAttentionLayer) for x in rest):
             return "a layer keeps something other than codes"
