@@ -26,7 +26,7 @@ from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import Exact, Requests, append_slots, attend_cells, read_cells
 from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
-from turboquant_nb.kernels.past import past_cells
+from turboquant_nb.kernels.cell_attention import past_cells
 from turboquant_nb.kernels.work import Reads, Workspace, list_work
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Spec

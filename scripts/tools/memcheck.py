@@ -26,8 +26,8 @@ import torch
 from turboquant_nb.kernels import append, blocks, encode_launch, launch, ops
 from turboquant_nb.kernels.cell_attention import Launching, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
-from turboquant_nb.kernels.past import join_past, past_cells
-from turboquant_nb.kernels.recent import append_recent, locate_sinks
+from turboquant_nb.kernels.cell_attention import join_past, past_cells
+from turboquant_nb.kernels.cells import append_recent, locate_sinks
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.quant.recipe import Recipe

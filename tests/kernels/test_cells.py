@@ -20,8 +20,8 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import cells, launcher, past, recent
 from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
-from turboquant_nb.kernels.past import past_cells
-from turboquant_nb.kernels.recent import append_recent, locate_sinks
+from turboquant_nb.kernels.cell_attention import past_cells
+from turboquant_nb.kernels.cells import append_recent, locate_sinks
 from turboquant_nb.kernels.work import Reads, Workspace, count_splits, list_work
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.mixed_precision import make_quantizer

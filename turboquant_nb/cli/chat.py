@@ -25,7 +25,7 @@ from turboquant_nb.cli.inputs import (
     context_length,
     opened,
 )
-from .recipes import OneCache
+from .inputs import OneCache
 from .output import Output, hushed, target_file, writing
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #0cc6e18f

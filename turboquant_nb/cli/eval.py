@@ -24,13 +24,7 @@ from turboquant_nb.cli.app import (
     version,
 )
 from .inputs import Weights, context_length, opened, read_texts
-from turboquant_nb.cli.recipes import (
-    Asked,
-    Calibrated,
-    Changes,
-    asked_caches,
-    check_recipe_name,
-)
+from .inputs import Asked, Calibrated, Changes, asked_caches, check_recipe_name
 from .output import Output, hushed, show_table, target_file, writing
 
 # %% ../../nbs/reference/87i_cli_eval.ipynb #64757045

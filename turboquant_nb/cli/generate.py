@@ -23,7 +23,7 @@ from turboquant_nb.cli.inputs import (
     read_prompt,
     tokens_of,
 )
-from .recipes import Asked, OneCache
+from .inputs import Asked, OneCache
 from .output import Output, hushed, layer_progress
 
 # %% ../../nbs/reference/87d_cli_generate.ipynb #e98a1200

@@ -28,7 +28,7 @@ from turboquant_nb.cli.app import (
     version,
 )
 from .inputs import check_model, read_config
-from .recipes import RECIPES, Changes, asked_caches, read_recipe
+from .inputs import RECIPES, Changes, asked_caches, read_recipe
 from .output import Output, hushed, show_table
 from ..quant.layer_info import longest_context
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .app import Usage, app, at_fault, command, lazy, option, options, version
 from .inputs import DEVICE, check_name, pick_device, read_input
-from .recipes import read_recipe
+from .inputs import read_recipe
 from turboquant_nb.cli.output import (
     Output,
     hushed,

@@ -14,7 +14,7 @@ from .chat import status
 from .generate import Writing, generated
 from .inputs import Weights, context_length, opened
 from .output import Output, hushed
-from .recipes import OneCache
+from .inputs import OneCache
 
 # %% ../../nbs/reference/87g_cli_web.ipynb #74f8f560
 torch, hf, checks = lazy("torch"), lazy("turboquant_nb.hf"), lazy("turboquant_nb.checks")

@@ -28,7 +28,7 @@ from turboquant_nb.serving.step import (
     States,
     dense,
 )
-from turboquant_nb.serving.refusals import (
+from turboquant_nb.serving.step import (
     connector_reasons,
     draft_reasons,
     layer_reasons,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pages import sink_origins
-from ..kernels.recent import locate_sinks
+from ..kernels.cells import locate_sinks
 from .step import ServingConfig, Step
 
 try:
