@@ -1,3 +1,5 @@
+import sys
+
 __version__ = "0.1.0"
 # Written by hand: names are imported on first use, so that `import turboquant_nb` needs no
 # extra.
@@ -15,6 +17,56 @@ _HOME = {
     "calibrate": "calibration.fit",
 }
 __all__ = list(_HOME)
+# Modules that are gone, by what takes their place; nbs/measured/closed.ipynb says why.
+_GONE = {
+    "cache.codec": "cache.save and TurboQuantCache.load (hf.archive)",
+    "cache.rows": "cache.save and TurboQuantCache.load (hf.archive)",
+    "cache.flat": "cache.save and TurboQuantCache.load (hf.archive)",
+    "cache.gather": 'backend="cpu"',
+    "cache.token_coder": "kernels.ops.append",
+    "calibration.small": "cache.save and TurboQuantCache.load (hf.archive)",
+    "cli.bench": "scripts/run.py generate and decode_kernel",
+    "cli.cache": "cache.save and TurboQuantCache.load (hf.archive)",
+    "cli.long": "evaluation.harness",
+    "cli.recipes": "cli.inputs",
+    "evaluation.long": "evaluation.harness",
+    "evaluation.questions": "evaluation.harness",
+    "evaluation.ruler": "evaluation.harness",
+    "evaluation.sandbox": "evaluation.harness",
+    "evaluation.significance": "scipy.stats.binomtest on pairs of answers",
+    "hf.beside": "nothing: a captured step has one stream",
+    "hf.deferred": "nothing: such models decode all past tokens in each step",
+    "hf.heads": "a list with a recipe for each layer",
+    "hf.kept": "one cache with max_length=, static=True, and cache.reset()",
+    "hf.storage": "cache.save and TurboQuantCache.load (hf.archive)",
+    "hf.transfer": "torch.distributed on the tensors of cache.disk.state_of",
+    "kernels.cpp": "kernels.cpu",
+    "kernels.latent_cells": "nothing: vLLM's own cache holds latents",
+    "kernels.latent_fragments": 'backend="blocks"',
+    "kernels.latents": 'backend="blocks"',
+    "kernels.many_rows": "cache.batch_repeat_interleave, which makes copies",
+    "kernels.past": "kernels.cell_attention",
+    "kernels.prefix": "cache.batch_repeat_interleave, which makes copies",
+    "kernels.recent": "kernels.cells",
+    "serving.folder": "vLLM's OffloadingConnector",
+    "serving.lmcache": "turboquant serve",
+    "serving.refusals": "serving.step",
+    "serving.vllm_latents": "nothing: vLLM's own cache holds latents",
+}
+
+
+class _Gone:
+    "Asked last, for modules that nobody else found."
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        "None, or ModuleNotFoundError with what to use instead."
+        if use := _GONE.get(name.removeprefix(f"{__name__}.")):
+            raise ModuleNotFoundError(f"{name} is gone; use {use}", name=name)
+        return None
+
+
+sys.meta_path.append(_Gone)
 
 
 def __getattr__(name):

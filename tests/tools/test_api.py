@@ -109,3 +109,16 @@ def test_every_other_public_name_is_listed_once(page):
                 entry, row = f"/{where}) · [Code]", f"<code>{name}</code>]("
                 listed = [x for x in text.splitlines() if row in x and f"/{where})" in x]
                 assert (entry in text) != bool(listed), (path, name)
+
+
+@pytest.mark.parametrize("name", turboquant_nb._GONE)
+def test_a_module_that_is_gone_says_what_to_use(name):
+    known = {path.removeprefix("turboquant_nb.") for path in _modidx.d["syms"]}
+    assert name not in known
+    with pytest.raises(ModuleNotFoundError, match=f"{name} is gone; use .*"):
+        importlib.import_module(f"turboquant_nb.{name}")
+    named = re.findall(
+        r"\b(?:cli|evaluation|hf|kernels|serving)\.\w+", turboquant_nb._GONE[name]
+    )
+    for use in named:
+        importlib.import_module(f"turboquant_nb.{use.partition('.append')[0]}")
