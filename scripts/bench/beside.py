@@ -102,13 +102,15 @@ def whole_calls():
 def of_package(folder, parts) -> list:
     "Rows of the package in a folder, in a process of its own."
     here = Path(__file__).resolve().parents[1]
-    env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    folder = Path(folder).resolve()
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from bench import beside; beside.child()"
+        "import sys; sys.path.insert(1, sys.argv[1]); from bench import beside; beside.child()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(here), *parts],
-        env=env,
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=folder,  # which Python searches first
         stdout=subprocess.PIPE,
         text=True,
     )
