@@ -43,11 +43,6 @@ EXPERIMENTS = {
         "attention on codes against the best attention on bf16 and fp8",
         needs="GPU",
     ),
-    "decode_recipes": Entry(
-        "bench.decode_recipes",
-        "attention by recipe: tensor cores, portable kernel, PyTorch",
-        needs="GPU",
-    ),
     "beside": Entry(
         "bench.beside",
         "the speed table of an older package and of this one, in turns",
@@ -71,19 +66,6 @@ EXPERIMENTS = {
     "serving": Entry(
         "bench.serving", "a vLLM engine with codes in its blocks, bf16 and fp8", needs="vllm"
     ),
-    "serving_kernels": Entry(
-        "bench.serving_kernels", "kernels on an engine's blocks, by block size", needs="GPU"
-    ),
-    "proteins_masked": Entry(
-        "bench.proteins_masked",
-        "all masked marginals of a protein: passes, frozen, one graph (GPU; --small without)",
-        "--small --lengths 12 --repeats 1",
-    ),
-    "shapes": Entry(
-        "bench.shapes",
-        "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
-        "--tiny --shapes 1x300 --seconds .01",
-    ),
     # --- quality
     "recipes": Entry(
         "eval.recipes",
@@ -92,11 +74,6 @@ EXPERIMENTS = {
         "--prompt 106",
     ),
     "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
-    "archives": Entry(
-        "eval.archives",
-        "what loaders make of files that were changed on purpose, with the right digest",
-        "--files 216",
-    ),
     "mutants": Entry(
         "eval.mutation",
         "how many small changes of the code the tests notice",
@@ -153,6 +130,13 @@ LAST = {
     "9f905037": {
         "latents": "attention of a step to latents: expanded, absorbed, on codes",
         "decode_heads": "attention where heads of a layer have bits of their own",
+    },
+    "1a2ed976": {
+        "decode_recipes": "attention by recipe: tensor cores, portable kernel, PyTorch",
+        "serving_kernels": "kernels on an engine's blocks, by block size",
+        "proteins_masked": "all masked marginals of a protein: passes, frozen, one graph",
+        "shapes": "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
+        "archives": "what loaders make of files that were changed on purpose",
     },
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}

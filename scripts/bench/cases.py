@@ -93,16 +93,6 @@ CASES = {  # bench, or bench and what it is truncated to
 }
 
 
-def add_shapes(p, shapes):
-    "The shapes that a command names, see `shapes_of`."
-    said = "sequences, KV heads, group, head size, tokens: " + shapes[0]
-    p.add_argument("--shapes", nargs="+", default=[*shapes], help=said)
-
-
-def shapes_of(a):
-    return [Shape(*map(int, x.split("x"))) for x in a.shapes]
-
-
 def frequencies(d):
     "Of RoPE, base 10,000."
     return 10000.0 ** (-torch.arange(0, d, 2) / d)

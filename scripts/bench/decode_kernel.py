@@ -1,11 +1,9 @@
 """Decode attention on codes against the best attention on bf16 and fp8, one NVIDIA GPU: run.py
-decode_kernel [--quick | --shapes SHAPE …] [--seconds S]
-[--after FILE [--again SHAPE …]] --out FILE.
+decode_kernel [--quick | --shapes SHAPE …] [--seconds S] [--after FILE] --out FILE.
 
---shapes measures attention of one token on these shapes alone.
---after takes the rows of an earlier file and measures what it lacks; of a shape that --again
-names (8x8x4x128x32768: sequences, KV heads, group, head size, tokens) the rows with a pre-RoPE
-mean are measured again, against the baselines of that file.
+--shapes measures attention of one token on these shapes alone (8x8x4x128x32768: sequences, KV
+heads, group, head size, tokens).
+--after takes the rows of an earlier file and measures what it lacks.
 
 Gate: for every head size, group and bit count the kernel's output agrees with fp32 attention on
 the same codes (`attention.attend`) to 1e-3 of its norm, on smaller batches; outliers of 1,000
@@ -287,18 +285,17 @@ def baselines(case: Shape, q, k, v, seconds):
             yield about(case, name, bits=bits, config=str(config)) | row
 
 
-def measure(case: Shape, bits, seconds, known=()):
-    """Rows of one case: baselines, then ours at every bit pair; with a pre-RoPE mean only where
-    baselines are known."""
+def measure(case: Shape, bits, seconds):
+    "Rows of one case: baselines, then ours at every bit pair."
     q, k, v = states(case)
-    dense = [*(known or baselines(case, q, k, v, seconds))]
-    yield from () if known else dense
+    dense = [*baselines(case, q, k, v, seconds)]
+    yield from dense
     best = {
         launch: min(r["p50"] for r in dense if (r["launch"], r["bits"]) == (launch, 16))
         for launch in ("eager", "graph")
     }
     for (k_bits, v_bits), center in itertools.product(bits, CENTERS):
-        if (center == "pre_rope" and k_bits != v_bits) or (center == "prompt_mean" and known):
+        if center == "pre_rope" and k_bits != v_bits:
             continue
         store = filled(k, v, k_bits, v_bits, center)
         if why := refuses(ops.Call.of(q, store)):
@@ -356,15 +353,9 @@ def measure_chunks(case: Shape, chunk=2048, repeats=3, few=40):
 def options(p):
     which = p.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="four cases only")
-    which.add_argument("--shapes", nargs="+", default=[], help="these, as --again names them")
+    which.add_argument("--shapes", nargs="+", default=[], help="these alone")
     p.add_argument("--seconds", type=float, default=0.1, help="measuring time of one row")
     p.add_argument("--after", help="rows of this earlier file are kept")
-    p.add_argument(
-        "--again",
-        nargs="*",
-        default=[],
-        help="shapes in it whose rows with a pre-RoPE mean are measured again",
-    )
     p.add_argument("--workers", type=int, default=0, help="processes that compile beforehand")
 
 
@@ -372,7 +363,7 @@ def shape_of(row):
     return Shape(*(row[x] for x in Shape._fields))
 
 
-def rows(cases, quick, whole, seconds, known, again):
+def rows(cases, quick, whole, seconds, known):
     "What is measured, case by case; `known`: rows of an earlier file."
     head, have = cases[0], {shape_of(r) for r in known}
     if whole and not any(r["method"] == "codes, drafts" for r in known):
@@ -383,32 +374,21 @@ def rows(cases, quick, whole, seconds, known, again):
         if case not in have:
             every = i == 0 and whole and not quick
             yield from measure(case, ALL_BITS if every else BITS, seconds)
-    for case in again:
-        yield from measure(
-            case, BITS, seconds, [r for r in known if r["bits"] == 16 and shape_of(r) == case]
-        )
 
 
 def plan(a):
-    shapes, again = (
-        [Shape(*map(int, x.split("x"))) for x in names] for names in (a.shapes, a.again)
-    )
+    shapes = [Shape(*map(int, x.split("x"))) for x in a.shapes]
     cases = shapes or CASES["decode_kernel, quick" if a.quick else "decode_kernel"]
     known = earlier(a)
     have = {shape_of(r) for r in known}
-    if missing := [x for x in again if x not in have]:
-        raise SystemExit(f"--again: not in {a.after}: {missing}")
-    known = [
-        r for r in known if r["method"] != "codes, turning centre" or shape_of(r) not in again
-    ]
-    new = [c for c in cases if c not in have or c in again or c == cases[0]]
+    new = [c for c in cases if c not in have or c == cases[0]]
     if a.workers:
         compile_all(new, a.workers, known)
     data = {"id": "normal states", "n": len(cases)}
     return Plan(
         "decode",
         gate(new),
-        rows(cases, a.quick, not shapes, a.seconds, known, again),
+        rows(cases, a.quick, not shapes, a.seconds, known),
         data,
         before=known,
     )

@@ -1,6 +1,6 @@
 """Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick]
 [--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] [--drafts 1x8192 …]
-[--logits 8x2048 …] --out FILE.
+--out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are
 filled with random states in place of a prompt, so that no time goes into prefill; a step is the
@@ -33,18 +33,14 @@ shape take turns, N times.
 --prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by
 transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole` the time
 over that of the same cache at once, `of_best` over the shorter of both caches' at once,
-`peak_bytes` what was allocated at most beside the weights; `prompt, kernels` the GPU's time in
-chunks by what kernels do. --drafts 1xT with --lookup N …: calls with prompt lookup of N tokens
-(0: one by one) on a model that counts, t, t+1, …, after a prompt that does too but for a jump
-in one of --jumps tokens: the drafts that meet no jump are right. Every mode must give the
+`peak_bytes` what was allocated at most beside the weights.
+--drafts 1xT with --lookup N …: calls with prompt lookup of N tokens (0: one by one) on a model
+that counts, t, t+1, …, after a prompt that does too but for a jump in one of --jumps tokens:
+the drafts that meet no jump are right. Every mode must give the
 tokens that counting gives; `passes` are forward passes after the prompt's, `a_pass` the tokens
 that each gave, `token_ms` the time from the tokens of the prompt's pass to the last, over those
 after them, `passes_ms` the time of each pass of that call; a mode that ends in `chosen` has
-parts of its passes compiled, as above. --logits BxT: the logits of 32 steps on random ids after
-a prompt, of compiled parts against those of the model as it loads, each on a cache of its own:
-the `largest` difference of a logit and that of the `first` step, the logits' `deviation`,
-`alike`, the share of equal tokens, and the largest `margin` between the two best logits where
-they are not equal.
+parts of its passes compiled, as above.
 --filled BxT: caches filled by random states, from which calls go on, so without
 `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
 --layers N: a model of so many.
@@ -54,7 +50,6 @@ kernels those of PyTorch's attention on codes; of replayed graphs those of eager
 timed step of ours was served by anything but kernels. No row is written on a red gate."""
 
 import gc
-import re
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -680,32 +675,12 @@ def walls(a, model, shapes, before=(), held=False):
             yield r | ({"speedup": r["tokens_s"] / max(theirs)} if counts else {})
 
 
-KERNELS = {
-    "decoding blocks": "_read_kernel",
-    "joining pieces": "_join_kernel",
-    "coding": "_encode_kernel",
-    "attention": "attention|flash|fprop|sdpa",
-    "products": "nvjet|gemm|gemv",
-}
 OURS = "turboquant k3v3"
-
-
-def where_time_goes(model, batch, prompt, chunk):
-    "A row: the GPU's time for a prompt in chunks on our cache, by what kernels do."
-    ids, cache = random_ids(model, batch, prompt, 0), new_cache(model, OURS)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call(model, ids, 2, cache, prefill_chunk_size=chunk)
-    spent = dict.fromkeys((*KERNELS, "the rest"), 0.0)
-    for event in profile.key_averages():
-        names = (name for name, kinds in KERNELS.items() if re.search(kinds, event.key))
-        spent[next(names, "the rest")] += event.self_device_time_total / 1e3
-    row = dict(cache=OURS, mode="prompt, kernels", batch=batch, prompt=prompt, chunk=chunk)
-    return row | dict(unit="ms", n=1, kernels=spent)
 
 
 def prompts(a, model, shapes):
     """Rows of calls of generate() for one token: the prompt at once and in chunks, by both
-    caches; and where the GPU's time goes in the smallest chunks."""
+    caches."""
     for batch, prompt in shapes:
         whole = {}
         for chunk in (None, *a.chunks):
@@ -726,7 +701,6 @@ def prompts(a, model, shapes):
                 best = {"of_best": first / min(whole.values())} if len(whole) > 1 else {}
                 del used
                 yield row | best
-        yield where_time_goes(model, batch, prompt, min(a.chunks))
 
 
 COUNTED = 997  # tokens of the model that counts
@@ -791,42 +765,6 @@ def drafts(a, model, shapes):
         if cache == "dynamic":
             best[batch, prompt, often] = theirs = max(theirs, row["tokens_s"])
         yield row | said(used, "served", "graphs") | {"speedup": row["tokens_s"] / theirs}
-
-
-def logits_of(model, batch, prompt, mode, steps=32):
-    "Logits [steps, batch, V] fp32 after a prompt of random ids, in eager steps on random ids."
-    use(model, OURS, mode)
-    cache = TurboQuantCache(model, "k3v3", graphs=False)
-    model(random_ids(model, batch, prompt, 0), past_key_values=cache, logits_to_keep=1)
-    ids = random_ids(model, batch, steps, 1)
-    one = lambda i: model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1].float()
-    with parts(model, OURS, mode) as compiled:
-        return torch.stack([one(i) for i in range(steps)]), compiled
-
-
-@torch.no_grad()
-def compared(model, shapes):
-    "Rows: how far compiled steps are from those of the model as it loads."
-    for batch, prompt in shapes:
-        want, _ = logits_of(model, batch, prompt, "graphs")
-        got, compiled = logits_of(model, batch, prompt, "graphs, compiled")
-        apart, (top, best) = (got - want).abs(), want.topk(2)
-        other = got.argmax(-1) != best[..., 0]
-        margin = (top[..., 0] - top[..., 1])[other]
-        yield dict(
-            cache=OURS,
-            mode="graphs, compiled: logits",
-            batch=batch,
-            prompt=prompt,
-            compiled=compiled,
-            n=other.numel(),
-            unit="logit",
-            largest=float(apart.max()),
-            first=float(apart[0].max()),
-            deviation=float(want.std()),
-            alike=1 - float(other.float().mean()),
-            margin=float(margin.max()) if len(margin) else 0.0,
-        )
 
 
 def replayed_tokens():
@@ -921,13 +859,6 @@ def options(p):
         default=(),
         help="measure whole calls of generate() with drafts by prompt lookup, and nothing else",
     )
-    p.add_argument(
-        "--logits",
-        nargs="+",
-        metavar="BxT",
-        default=(),
-        help="compare the logits of compiled steps with those of the model as it loads",
-    )
     p.add_argument("--layers", type=int, help="of the model; None: all")
     p.add_argument(
         "--lookup",
@@ -1021,7 +952,6 @@ def by_the_clock(a, before):
     pairs = lambda shapes: [tuple(map(int, x.split("x"))) for x in shapes]
     yield from walls(a, model, pairs(a.filled), before, held=True)
     yield from walls(a, model, pairs(a.wall), before)
-    yield from compared(model, pairs(a.logits))
     yield from prompts(a, model, pairs(a.prompts))
     yield from drafts(a, model, pairs(a.drafts))  # the last: they change the weights
 
@@ -1030,7 +960,7 @@ def plan(a):
     name = "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes"
     about = dict(model={"id": name, "revision": "none"})
     before, checked = earlier(a), gate()
-    calls = [*a.wall, *a.filled, *a.logits, *a.prompts, *a.drafts]
+    calls = [*a.wall, *a.filled, *a.prompts, *a.drafts]
     if calls:
         cmd = "tokens of replayed steps are those of eager ones; " + checked["cmd"]
         checked = {"cmd": cmd, "passed": bool(checked["passed"] and replayed_tokens())}

@@ -1,24 +1,4 @@
-"""Sizes of models that more than one bench takes, and what an engine must be told of them. It
-imports nothing, since some benches are scripts of their own."""
-
-GPT_OSS_20B = dict(
-    num_local_experts=32, num_attention_heads=64, num_key_value_heads=8, head_dim=64
-)
-
-# five layers with a window and heads of 256 to one with heads of 512, whose values are the
-# projection of its keys
-GEMMA_4_31B = dict(
-    hidden_size=5376,
-    intermediate_size=21504,
-    num_attention_heads=32,
-    num_key_value_heads=16,
-    num_global_key_value_heads=4,
-    head_dim=256,
-    global_head_dim=512,
-    attention_k_eq_v=True,
-    sliding_window=1024,
-    hidden_size_per_layer_input=0,
-)
+"What an engine must be told of a model. It imports nothing, since tests take it, too."
 
 
 def told_by_layer(sizes: dict) -> dict:

@@ -13,8 +13,7 @@ Then each kind in a process of its own: seconds to the first token of a batch (c
 tokens), milliseconds of a step that decodes, the mean of a run's with the prompts cached,
 graphs replayed, and the median of five runs; tokens that the cache holds in a share of the
 memory; tokens written per second by more requests than fit at once into equally many bytes of
-blocks, whatever the kind; and seconds to the first token of a prefix that vLLM's
-OffloadingConnector has put into the host's memory, and of the copies alone."""
+blocks, whatever the kind."""
 
 import hashlib
 import json
@@ -63,8 +62,6 @@ WANTED = {  # what a part must have met
         exact_windows="decided recent sliding",
         exact_learnt="decided recent learnt",
         learnt="learnt sliding firsts",
-        offload="decided",
-        offload_codes="decided",
         random_firsts="firsts preempted hits cancelled",
         sizes="firsts recent",
         exact_sizes="decided recent",
@@ -139,7 +136,7 @@ def gate(parts, seconds):
     }
 
 
-def needed(kind, model="llama-8b", shapes=()):
+def needed(kind, model="llama-8b"):
     """Parts of the gate without which a kind is not measured, where they were run; and those
     that must have been."""
     if not re.match(r"k\dv\d-", kind):
@@ -151,12 +148,10 @@ def needed(kind, model="llama-8b", shapes=()):
     if "trellis" in kind:
         some, must = some | {"graphs_trellis"}, {"trellis"}
     must |= OF_MODEL.get(model, set())
-    if any(x.startswith("offload:") for x in shapes):
-        some, must = some | {"offload_codes"}, must | {"offload"}
     return some | must, must
 
 
-def verdict(found, kinds, model="llama-8b", shapes=()):
+def verdict(found, kinds, model="llama-8b"):
     """(the gate of a record, kinds that it lets pass): some of what a kind needs has passed,
     and nothing of it is wrong. A part that did not finish says neither."""
     late = {part for part, x in found.items() if "unfinished" in x}
@@ -164,7 +159,7 @@ def verdict(found, kinds, model="llama-8b", shapes=()):
         {part for part, x in found.items() if x["passed"] == passed} - late
         for passed in (False, True)
     )
-    needs = {kind: needed(kind, model, shapes) for kind in kinds}
+    needs = {kind: needed(kind, model) for kind in kinds}
     good = {
         kind
         for kind, (some, must) in needs.items()
@@ -231,7 +226,6 @@ class Engine:
             tempfile.TemporaryDirectory(),
             tempfile.TemporaryFile("w+"),
         )
-        shapes = [x for x in a.shapes if not kind.endswith("-even") or x.startswith("ragged:")]
         profiles = [] if a.profile is None else ["--profile", a.profile]
         profiles += [] if cache_gib is None else ["--cache", cache_gib]
         command = [
@@ -245,7 +239,7 @@ class Engine:
             a.gpus,
             a.memory,
             a.gib,
-            *shapes,
+            *a.shapes,
         ]
         self.process = subprocess.Popen(
             [*map(str, command)],
@@ -350,9 +344,7 @@ def options(p):
         default=["k3v3-128", "bf16", "fp8"],
         help=(
             "bf16, bf16-triton, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with "
-            "128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens; "
-            "…-even: without lists "
-            "of work, ragged: alone"
+            "128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens"
         ),
     )
     p.add_argument(
@@ -371,8 +363,7 @@ def options(p):
         help=(
             "requests x tokens x new tokens: first token and time of a token; ragged: all but "
             "one of the requests have 1,000 tokens; first: first token alone; full: all at "
-            "once in --gib of blocks, written tokens per second; offload: first tokens of "
-            "prefixes that are computed, stayed, or come back from the host's memory"
+            "once in --gib of blocks, written tokens per second"
         ),
     )
     p.add_argument(
@@ -451,7 +442,7 @@ def plan(a):
     import vllm
 
     found = shared_gate(a.gate, a.parts, a.seconds) if a.gate else gate(a.parts, a.seconds)
-    checked, kinds = verdict(found, a.kinds, a.model, a.shapes)
+    checked, kinds = verdict(found, a.kinds, a.model)
     return Plan(
         "serving",
         gate=checked,

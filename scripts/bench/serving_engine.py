@@ -24,7 +24,7 @@ os.environ |= {
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
-from bench.models import GEMMA_4_31B, GPT_OSS_20B, told_by_layer
+from bench.models import told_by_layer
 
 LLAMA_8B = dict(
     architectures=["LlamaForCausalLM"],
@@ -48,12 +48,16 @@ LLAMA_8B = dict(
 
 
 # every second layer has a window; experts in 4 bits, as published, all of whose weights are 0
-GPT_OSS = GPT_OSS_20B | dict(
+GPT_OSS = dict(
     architectures=["GptOssForCausalLM"],
     model_type="gpt_oss",
     hidden_size=2880,
     intermediate_size=2880,
     num_hidden_layers=24,
+    num_local_experts=32,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
     sliding_window=128,
     num_experts_per_tok=4,
     vocab_size=201088,
@@ -66,10 +70,21 @@ GPT_OSS = GPT_OSS_20B | dict(
 )
 
 
-# 12 of its 60 layers, which leave room for the cache
-GEMMA_4 = GEMMA_4_31B | dict(
+# 12 of its 60 layers, which leave room for the cache: five with a window and heads of 256 to
+# one with heads of 512, whose values are the projection of its keys
+GEMMA_4 = dict(
     architectures=["Gemma4ForCausalLM"],
     model_type="gemma4_text",
+    hidden_size=5376,
+    intermediate_size=21504,
+    num_attention_heads=32,
+    num_key_value_heads=16,
+    num_global_key_value_heads=4,
+    head_dim=256,
+    global_head_dim=512,
+    attention_k_eq_v=True,
+    sliding_window=1024,
+    hidden_size_per_layer_input=0,
     num_hidden_layers=12,
     layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 2,
     vocab_size=262144,
@@ -99,8 +114,8 @@ def recipe_of(name):
 def options(kind, largest, gpus, memory, model="llama-8b"):
     """What differs between kinds: bf16, bf16-triton (by vLLM's kernel in Triton, for models
     whose kernel it picks itself), a kv_cache_dtype of vLLM, or a preset of ours with tokens
-    of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4; with -even at
-    its end without lists of work. Keys of dummy weights have no means."""
+    of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4. Keys of
+    dummy weights have no means."""
     of = dict(
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -121,7 +136,7 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
     if told := told_by_layer(MODELS[model]):
         of["hf_overrides"] = told
     if found := re.fullmatch(OURS, kind):
-        recipe, block, *exact = found.groups()[:4]
+        recipe, block, *exact = found.groups()
         given = {name: int(x or 0) for name, x in zip(("recent", "sinks"), exact)}
         return of | dict(
             attention_backend="CUSTOM",
@@ -137,26 +152,7 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
     return of | ({} if model in OWN_CHOICE else dict(attention_backend="FLASH_ATTN"))
 
 
-OURS = r"(k\dv\d(?:-trellis(?:_fast)?)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-even)?"
-
-
-def offloading(tokens, model):
-    """What vLLM is told of pages on the host: room for two prefixes of so many tokens in bf16,
-    whatever the kind."""
-    heads, d = model["num_key_value_heads"], model["head_dim"]
-    room = 2 * tokens * model["num_hidden_layers"] * heads * d * 4
-    extra = dict(cpu_bytes_to_use=room)
-    return dict(
-        kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
-    )
-
-
-def evenly():
-    "Equally many splits for each request, instead of a list of work."
-    from turboquant_nb.serving.step import CodedAttention
-
-    decode = CodedAttention._decode
-    CodedAttention._decode = lambda self, *args, **more: decode(self, *args[:-1], None, **more)
+OURS = r"(k\dv\d(?:-trellis)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?"
 
 
 def flash_3():
@@ -221,79 +217,6 @@ class Pool:
         taken = self.blocks.get_new_blocks(spare)
         self.most = self.preempted = 0
         return lambda: self.blocks.free_blocks(taken)
-
-
-def copies():
-    "[whether to the host, bytes, seconds] of each copy of pages; the caller clears the list."
-    from vllm.v1.kv_offload.cpu.gpu_worker import SingleDirectionOffloadingHandler as Copier
-
-    found, finished = [], Copier.get_finished
-
-    def noted(self):
-        done = finished(self)
-        found.extend([self.gpu_to_cpu, x.transfer_size, x.transfer_time] for x in done)
-        return done
-
-    Copier.get_finished = noted
-    return found
-
-
-QUESTION = 100  # tokens behind a prefix
-
-
-class Prefixes:
-    "First tokens of prefixes with another question each time. ask(prompts, new) answers."
-
-    def __init__(self, llm, ask, draw, copied):
-        self.llm, self.ask, self.draw, self.copied = llm, ask, draw, copied
-
-    def forget(self):
-        """Empty the prefix cache, as soon as what goes to the host is there. Raises
-        RuntimeError where blocks stay in use."""
-        for _ in range(500):
-            if self.llm.reset_prefix_cache():
-                return
-            self.ask([[5, 6, 7]], 2)  # a step, in which the engine looks after copies
-            time.sleep(0.01)
-        raise RuntimeError("blocks of the prefix cache stay in use")
-
-    def first(self, prefixes):
-        "(seconds, cached tokens)"
-        return self.ask([x + self.draw(QUESTION) for x in prefixes], 1)
-
-    def rows(self, fresh):
-        """Rows of first tokens, of prefixes that are computed, stayed, or come from the host,
-        and of the copies alone."""
-        times = dict(computed=[], stayed=[], host=[])
-        moved = dict(computed=[], host=[])
-        cached = {}
-
-        def timed(by, prefixes):
-            self.copied.clear()
-            seconds, cached[by] = self.first(prefixes)
-            times[by].append(seconds)
-            if by in moved:
-                self.forget()  # until copies are over
-                mine = [x for x in self.copied if x[0] == (by == "computed")]
-                moved[by].append([sum(x[i] for x in mine) for i in (1, 2)])
-
-        self.first(fresh())  # what is made on first use
-        self.forget()
-        for _ in range(3):
-            prefixes = fresh()
-            timed("computed", prefixes)
-        for _ in range(4):
-            timed("host", prefixes)
-        self.first(prefixes)
-        for _ in range(3):
-            timed("stayed", prefixes)
-        for x in (times["host"], moved["host"]):
-            del x[0]
-        for by, x in times.items():
-            yield dict(what="first token", by=by, cached=cached[by]) | spread(x, "s")
-        for by, x in moved.items():
-            what = "to the host" if by == "computed" else "from the host"
-            yield dict(what=what, bytes=x[-1][0]) | spread([y[1] for y in x], "s")
 
 
 def spread(x, unit):
@@ -381,12 +304,10 @@ def main(
 ):
     from vllm import LLM, SamplingParams
 
-    if found := re.fullmatch(OURS, kind):
+    if re.fullmatch(OURS, kind):
         from turboquant_nb.serving.vllm import register
 
         register()
-        if found[5]:
-            evenly()
     if kind.startswith("turboquant_"):
         flash_3()
     os.makedirs(folder, exist_ok=True)
@@ -397,9 +318,6 @@ def main(
         return
     began = time.time()
     more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory, model)
-    if offloaded := [b * n for what, b, n, _ in shapes if what == "offload"]:
-        more["kv_transfer_config"] = offloading(max(offloaded), MODELS[model])
-    copied = copies() if offloaded else []
     if cache_gib is not None:
         more["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
     llm = LLM(folder, **more)
@@ -463,10 +381,6 @@ def main(
                 preempted=pool.preempted,
             )
             give_back()
-            continue
-        if what == "offload":
-            for found in Prefixes(llm, asked, draw, copied).rows(fresh):
-                row(**of, **found)
             continue
         if what == "first":
             times = [afresh() for _ in range(4)][1:]

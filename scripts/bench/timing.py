@@ -4,7 +4,6 @@ Python by the clock; quantiles said once.
 `do_bench_cudagraph` leaves the L2 cache as it is, so a replayed kernel is timed by
 `kernel_times(replayed(f))`, which empties it as for a launched one."""
 
-import resource
 import time
 
 import torch
@@ -102,25 +101,3 @@ def host_times(f, calls, repeats, before=lambda: None):
             f()
         out.append((time.perf_counter() - began) / calls * 1e6)
     return out
-
-
-def clock_times(f, repeats, warm=1):
-    "Seconds of some calls until the device is idle again, those to warm up left out."
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    whole = lambda: (f(), wait())
-    return [t / 1e6 for t in host_times(whole, 1, repeats + warm)[warm:]]
-
-
-class Clock:
-    "Wall and processor seconds of a block."
-
-    def __enter__(self):
-        self.start = self.now()
-        return self
-
-    def __exit__(self, *_):
-        self.wall, self.cpu = (b - a for a, b in zip(self.start, self.now()))
-
-    @staticmethod
-    def now():
-        return time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_SELF)[:2])

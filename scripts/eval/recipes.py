@@ -1,10 +1,9 @@
 """Perplexity of a model on coded caches: run.py recipes --set NAME --out FILE [--model M]
 [--text FILE ...] [--windows N] [--protocols P ...].
 
-`ablation` changes one thing at a time, `centers` only the centre of keys, `layers` spends more
-bits on some layers, `trellis` puts a trellis code into presets, `pairs` a pair scale before
-codes, `presets` and `others` are what the leaderboard compares; `--match` takes only names that
-match a regular expression."""
+`ablation` changes one thing at a time, `trellis` puts a trellis code into presets, `presets`
+and `others` are what the leaderboard compares; `--match` takes only names that match a regular
+expression."""
 
 import re
 from dataclasses import replace
@@ -14,7 +13,6 @@ from plan import Plan
 
 from turboquant_nb.evaluation.candidates import OTHERS, as_candidate
 from turboquant_nb.evaluation.score import one_pass_gate, paired
-from turboquant_nb.quant.mixed_precision import by_layer
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import PRESETS, Recipe, preset
 
@@ -64,26 +62,6 @@ def ablation():
         yield f"k{k}v{v}, {best}, window 16", recipe(k, v, 4, 16), BOTH
 
 
-def centers():
-    "What the centre of keys buys, all else equal."
-    for b in (4, 3, 2):
-        for center in ("none", "prompt_mean", "pre_rope"):
-            yield f"k{b}v{b} c={center}", recipe(b, b, 4, 16, center), BOTH
-
-
-def layers(n):
-    "More bits for the first or the last layers, at the cost of recent tokens or of the others."
-    for low, high in (((2, 1), (3, 2)), ((2, 1), (4, 2)), ((3, 2), (4, 3))):
-        for first, last in ((0, 0), (1, 0), (2, 0), (4, 0), (0, 2)):
-            special = {i: recipe(*high, 1, 12) for i in [*range(first), *range(-last, 0)]}
-            yield (
-                f"k{low[0]}v{low[1]} s1 w12, first {first} and last {last} layers "
-                f"k{high[0]}v{high[1]}",
-                by_layer(recipe(*low, 1, 12), n, special),
-                BOTH,
-            )
-
-
 def trellis():
     "Presets with tables, and with a trellis code in place of both."
     for name in ("k2v2", "k3v3"):
@@ -93,26 +71,11 @@ def trellis():
         yield f"{name} trellis", replace(table, **sides), BOTH
 
 
-def pairs():
-    """The bits of keys and values, tables and trellis codes, each without a pair scale and with
-    one; no token is recent."""
-    for k, v in ((2, 2), (3, 3), (3, 2)):
-        for code in ("sphere", "trellis"):
-            plain = recipe(k, v, codebook=code)
-            scaled = replace(plain, key=replace(plain.key, pair_scale="prompt"))
-            name = f"k{k}v{v}" if code == "sphere" else f"k{k}v{v} {code}"
-            yield name, plain, BOTH
-            yield f"{name}, pair scale", scaled, BOTH
-
-
-SETS = {  # of a number of layers: (name, recipe or other, protocols)
-    "ablation": lambda n: ablation(),
-    "centers": lambda n: centers(),
-    "layers": layers,
-    "trellis": lambda n: trellis(),
-    "pairs": lambda n: pairs(),
-    "presets": lambda n: ((p, with_pre_rope(p), BOTH) for p in PRESETS),
-    "others": lambda n: ((x, x, BOTH) for x in OTHERS),
+SETS = {  # of (name, recipe or other, protocols)
+    "ablation": ablation,
+    "trellis": trellis,
+    "presets": lambda: ((p, with_pre_rope(p), BOTH) for p in PRESETS),
+    "others": lambda: ((x, x, BOTH) for x in OTHERS),
 }
 
 
@@ -127,8 +90,7 @@ def options(p):
 def rows(a, w):
     yield w.uncompressed()
     kept = {}
-    n = w.model.config.get_text_config().num_hidden_layers
-    jobs = [x for s in a.set for x in SETS[s](n) if re.search(a.match, x[0])]
+    jobs = [x for s in a.set for x in SETS[s]() if re.search(a.match, x[0])]
     for label, what, known in jobs:
         for protocol in [x for x in known if x in a.protocols]:
             try:
@@ -139,7 +101,7 @@ def rows(a, w):
                 yield dict(cache=label, protocol=protocol, unit="perplexity", failed=failed)
                 continue
             r = candidate.recipe
-            said = r and ([x.to_json() for x in r] if isinstance(r, list) else r.to_json())
+            said = r and r.to_json()
             row = w.row(label, protocol, got.loss, bits=got.bits, recipe=said)
             if protocol in kept:
                 row["against_first"] = [kept[protocol][0], *paired(got.loss, kept[protocol][1])]

@@ -2,7 +2,9 @@
 sentence for every file that is refused."""
 
 import json
+import math
 import os
+import random
 
 import pytest
 import torch
@@ -149,6 +151,33 @@ def test_what_is_no_saved_cache_is_refused_in_a_sentence(tmp_path):
         TurboQuantCache.load(tmp_path, CONFIG)
     with pytest.raises(ValueError, match="only a filled cache can be saved"):
         TurboQuantCache(CONFIG).save(path)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_file_with_other_numbers_and_a_right_digest_is_refused_or_sound(seed, tmp_path):
+    "A number, a shape, a type or a field of the header is another one; the digest is right."
+    path, g = tmp_path / "c", random.Random(seed)
+    filled().save(path)
+    tensors, header = read_states(path)
+    name = g.choice([*tensors])
+    t = tensors[name].clone()
+    if (kind := seed % 4) == 0:
+        odd = [math.nan, math.inf] if t.is_floating_point() else [0, 1, 99]
+        t.view(-1)[g.randrange(t.numel())] = g.choice(odd)
+    elif kind == 1:
+        t = g.choice([t[None], t[:1], t.flatten()[:-1], t.transpose(0, -1)]).contiguous()
+    elif kind == 2:
+        t = t.to(g.choice([torch.bool, torch.int64, torch.float64]))
+    else:
+        place = g.choice([header, *header["stores"]])
+        place[g.choice([*place])] = g.choice([None, "x", -1, 2**40, 2**70, 0.5, [], {}])
+    files.write_file(path, tensors | {name: t}, header, FORMAT)
+    try:
+        back = TurboQuantCache.load(path, CONFIG)
+    except ValueError:
+        return
+    for x in back.coded_layers:
+        assert all(y.isfinite().all() for y in x.store.read()) and (x.store.start <= 9).all()
 
 
 def test_a_save_that_breaks_off_leaves_the_old_file(tmp_path, monkeypatch):

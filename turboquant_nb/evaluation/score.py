@@ -394,7 +394,7 @@ def _decoding_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of 
 
     def note(update, k, v, layer, *args, **kwargs):
         out = update(k, v, layer, *args, **kwargs)
-        if hasattr(cache.layers[layer], "groups"):
+        if hasattr(cache.layers[layer], "store"):
             calls.setdefault(layer, []).append(_Call((k, v), out))
         return out
 
