@@ -587,11 +587,20 @@ extern "C" void attend(const Call* call) {
 # %% ../../nbs/45_cpu.ipynb #45c0001b0
 _CODER = r"""
 struct Coder {
-  const float *edges, *levels, *matrix;  // [2^bits - 1], [2^bits], [d, d] transposed
+  const float *edges, *levels, *matrix;  // [2^bits - 1], [2^bits], [d, d]
   const uint16_t* mean;                  // [B, H, d] bfloat16, or null
   int64_t head, turns, rule;  // from a head's matrix to the next; by RoPE; norm, mse, unbiased
   double top;                 // largest scale
 };
+static float dot(const float* a, const float* b, int64_t d) {  // in sixteen sums
+  float part[16] = {}, sum = 0;
+  int64_t j = 0;
+  for (; j + 16 <= d; j += 16)
+    for (int l = 0; l < 16; l++) part[l] += a[j + l] * b[j + l];
+  for (; j < d; j++) sum += a[j] * b[j];
+  for (float x : part) sum += x;
+  return sum;
+}
 static bool code_row(const Call& c, const Side& s, const Coder& k, int64_t b, int64_t h,
                      const char* from, uint8_t* codes, float& scale) {
   static thread_local Spare m;
@@ -608,12 +617,8 @@ static bool code_row(const Call& c, const Side& s, const Coder& k, int64_t b, in
     }
   }
   for (int64_t j = 0; k.mean && j < d; j++) x[j] -= mean[j];
-  std::fill(y, y + d, 0.f);
-  for (int64_t i = 0; i < d; i++) {
-    const float *row = k.matrix + h * k.head + i * d, one = x[i];
-    for (int64_t j = 0; j < d; j++) y[j] += one * row[j];
-  }
-  double power = 0, dot = 0, square = 0;
+  for (int64_t i = 0; i < d; i++) y[i] = dot(k.matrix + h * k.head + i * d, x, d);
+  double power = 0, product = 0, square = 0;
   for (int64_t j = 0; j < d; j++) power += (double)y[j] * y[j];
   if (!((float)power > 0 && (float)power <= 3.4e38f)) return false;
   const float unit = std::max((float)std::sqrt(power / d), 0x1p-126f);
@@ -623,9 +628,9 @@ static bool code_row(const Call& c, const Side& s, const Coder& k, int64_t b, in
     for (int64_t j = 0; j < d; j++) codes[j] += x[j] > k.edges[e];
   for (int64_t j = 0; j < d; j++) {
     const double level = k.levels[codes[j]];
-    dot += y[j] * level, square += level * level;
+    product += y[j] * level, square += level * level;
   }
-  scale = k.rule == 0 ? unit : k.rule == 1 ? dot / square : power / dot;
+  scale = k.rule == 0 ? unit : k.rule == 1 ? product / square : power / product;
   return std::fabs(scale) <= k.top;
 }
 static uint16_t narrow(float x, int64_t kind) {  // to the nearest, ties to even
@@ -914,9 +919,7 @@ def _coder(part: Part) -> tuple | None:  # (_Coder without its mean, what it poi
     if not one_table or part.memory.truncated_tiles or part.q.centre.kind == "own":
         return None
     tables = [code.edges.float().contiguous(), code.codebook.levels.float().contiguous()]
-    if "cpu" not in transform.memo:
-        transform.memo["cpu"] = transform.matrix.float().mT.contiguous()
-    tables.append(transform.memo["cpu"])
+    tables.append(transform.matrix.float().contiguous())
     coder = _Coder(*(x.data_ptr() for x in tables))
     coder.head = part.q.d**2 * transform.per_head
     coder.turns = part.q.centre.kind == "rotating"
