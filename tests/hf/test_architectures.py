@@ -38,7 +38,7 @@ def test_the_answer_is_what_happens(name, table):
 def test_the_table_holds_every_class(table):
     assert not table or sorted(table) == architectures.CLASSES
     count = Counter(x["answer"] for x in table.values())
-    assert not table or count["on codes"] >= 140 and count["not tried"] == 3
+    assert not table or count["on codes"] >= 137 and count["not tried"] == 3
 
 
 def test_scores_that_a_model_computes_itself_want_tensors():

@@ -348,7 +348,7 @@ def test_auto_never_takes_the_interpreter():
     _, cache = generate(model, prompt(1, 5), "turboquant", max_new_tokens=2)
     assert CUDA or (
         cache.report()["served"] == {"prefill": 1, "codes": 1}
-        and cache.report()["coded"] == {"torch": 2}
+        and cache.report()["coded"]["torch"] == (1 if ops.CPU.library.why == "" else 2)
     )
 
 

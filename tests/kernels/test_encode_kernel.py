@@ -469,8 +469,8 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
 
 
 def test_a_kernel_is_searched_for_once(monkeypatch):
-    """The first launch is Triton's search and its tensors; what is of the same kind is launched
-    by the compiled kernel, with addresses; another kind is searched for again."""
+    """The first launch is Triton's search; what is of the same kind is launched by the compiled
+    kernel; another kind is searched for again."""
     monkeypatch.setattr(launcher, "READY", {})
     searched, launched = [], []
 
@@ -489,8 +489,8 @@ def test_a_kernel_is_searched_for_once(monkeypatch):
     by_name = Launcher(Kernel())
     for n, size in ((5, 5), (9, 7)):
         by_name(size, named | dict(n=n), {}, num_warps=1)
-    addresses = named["X"].data_ptr(), named["OUT"].data_ptr()
-    assert launched == [((7, 1, 1), (*addresses, 2, 9, 16))]
+    ((grid, args),) = launched
+    assert grid == (7, 1, 1) and args[0] is named["X"] and args[2:] == (2, 9, 16)
     assert len(searched) == 1 and searched[0][1][0] is named["X"]
     elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
     for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):

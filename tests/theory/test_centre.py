@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from turboquant_nb.testing import same
-from turboquant_nb.theory import rope
 from turboquant_nb.theory.centre import (
     CENTRES,
     GROWTH,
@@ -93,24 +92,6 @@ def test_channels_are_added_by_neighbours():
     a, b, c, d, e, f = x.unbind(-1)
     same(channel_sum(x)[:, 0], ((a + b) + (c + d)) + (e + f))
     same(channel_sum(x[:, :1]), x[:, :1])
-
-
-@pytest.mark.parametrize("r", (4, 8))
-def test_a_row_of_cosines_and_sines(r):
-    """x * cos + x.roll(r / 2) * sin is `apply_cos_sin`, bit for bit; the last answer is kept,
-    another position is another."""
-
-    table = CosSinCache(0.5 ** torch.arange(1.0, r // 2 + 1))
-    assert table.kept == ()
-    table.reach(300)
-    x = torch.randn(3, r, generator=torch.Generator().manual_seed(0))
-    for position in (0, 7, 299):
-        cos, sin = table.row(position)
-        same(
-            x * cos + x.roll(r // 2, -1) * sin,
-            rope.apply_cos_sin(x, table.table[position].expand(3, -1)),
-        )
-        assert table.row(position)[0] is cos and len(table.kept) == 2 and table.kept[1] is sin
 
 
 def test_the_mean_of_a_prompt_is_the_mean_less_its_noise():

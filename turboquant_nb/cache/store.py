@@ -653,7 +653,6 @@ def tables_of(store: KVStore) -> list:
         out = [
             store.cos_sin.inv_freq,
             store.rope_table if store.clock.fixed else store.rope_table[:rows],
-            *store.cos_sin.kept,
         ]
     for p in store.parts:
         out += [*p.q.rotation.tables, *p.q.code.tables]

@@ -202,21 +202,14 @@ class CacheSize:
         return out
 
     def _shared(self) -> tuple:  # (bytes of tables, bytes of cosines and sines a token)
-        found, rope, rows = {}, {}, {}
+        found, rope = {}, {}
         # an address tells tables apart only while all of them are held
         alive = [self._store(layer) for layer in self.layers]
         for store in alive:
             angles = None if store.cos_sin is None else store.cos_sin.inv_freq
             if angles is not None:
                 rope[tuple(angles.tolist())] = 4 * len(angles)  # a cosine and a sine in float16
-                rows[tuple(angles.tolist())] = 16 * len(
-                    angles
-                )  # of the current position, twice each in float32
-            held = [
-                t
-                for t in stores.tables_of(store)
-                if store.cos_sin is None or all(t is not x for x in store.cos_sin.kept)
-            ]
+            held = stores.tables_of(store)
             found |= {t.data_ptr(): t for t in held if t.numel()}
         # a cache makes equal tables once; whether those of these stores are one object depends
         # on what this process made before
@@ -226,12 +219,11 @@ class CacheSize:
             t.contiguous().view(torch.uint8).numpy().tobytes(),
         )
         tables = {content(t): t.nbytes for t in found.values()}
-        return sum(tables.values()) + sum(rows.values()), sum(rope.values())
+        return sum(tables.values()), sum(rope.values())
 
     def bytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of a cache that has read so many tokens of each sequence at once, as its report
-        says them from the first step on (RoPE's angles of that position included). Layers with
-        a sliding window have freed tiles that nothing sees."""
+        says them. Layers with a sliding window have freed tiles that nothing sees."""
         parts, used = self.parts, -(-tokens // self.tile)
         seen = lambda window: tokens if window is None else window - 1 + hf.MARGIN
         freed = lambda window: max(0, tokens - seen(window)) // self.tile

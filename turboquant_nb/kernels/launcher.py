@@ -62,14 +62,10 @@ class Launcher:
         self.ordered, self.constants, self.tensors, self.numbers = map(
             pick, (list(parameters), constants, tensors, numbers)
         )
-        self.addressed = [self.places[name] for name in tensors]
 
     def kind(self, named: dict, options: dict = {}) -> tuple:
         "What Triton compiles for."
-        return self._kind(named, self.tensors(named), options)[0]
-
-    def _kind(self, named: dict, tensors: tuple, options: dict) -> tuple:  # (kind, addresses)
-        numbers = self.numbers(named)
+        numbers, tensors = self.numbers(named), self.tensors(named)
         addresses = list(map(Tensor.data_ptr, tensors))
         aligned = reduce(operator.or_, addresses) & 15 == 0 or tuple(
             [a & 15 == 0 for a in addresses]
@@ -78,7 +74,7 @@ class Launcher:
             tuple([-1 if x == 1 else x & 15 == 0 for x in numbers]),
             numbers if max(numbers, default=0) >> 31 else 0,
         )
-        kind = (
+        return (
             self,
             tensors[0].device,
             self.constants(named),
@@ -87,18 +83,14 @@ class Launcher:
             sizes,
             *options.items(),
         )
-        return kind, addresses
 
     def __call__(self, grid: int | tuple, named: dict, slots: dict, **options) -> Launch:
         """Launch. slots: what other calls bring, by the name of the argument; options: how
         Triton compiles."""
         grid, args = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named)
-        kind, addresses = self._kind(named, self.tensors(named), options)
+        kind = self.kind(named, options)
         if compiled := READY.get(kind):
-            bare = list(args)  # Triton reads an address faster than a tensor
-            for place, address in zip(self.addressed, addresses):
-                bare[place] = address
-            compiled[grid](*bare)
+            compiled[grid](*args)
         else:
             compiled = self.kernel[grid](*args, **options)
             if compiled is not None:  # the interpreter compiles nothing

@@ -122,7 +122,6 @@ class CosSinCache:
         self.table = torch.zeros(
             0, 2 * len(inv_freq), dtype=torch.float16, device=inv_freq.device
         )
-        self._row = None, None  # position, and what `row` said of it
 
     def __deepcopy__(self, memo):
         return self  # copies share it too
@@ -135,21 +134,6 @@ class CosSinCache:
                 t = torch.arange(have, need, device=self.inv_freq.device)
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
         return self.table
-
-    def row(self, position: int) -> tuple:  # two of [r] fp32
-        """Cosines, twice, and sines, the first half negative: x * cos + x.roll(r / 2) * sin is
-        `apply_cos_sin`, bit for bit. All layers of a step ask for one position, so the last
-        answer is kept."""
-        if self._row[0] != position:
-            with torch.inference_mode(False), torch.no_grad():
-                cos, sin = self.reach(position + 1)[position].float().chunk(2)
-                self._row = position, (torch.cat([cos, cos]), torch.cat([-sin, sin]))
-        return self._row[1]
-
-    @property
-    def kept(self) -> tuple:
-        "The tensors of the last answer of `row`, if it was asked."
-        return self._row[1] or ()
 
 # %% ../../nbs/16_centre.ipynb #e6353f96
 _SHARED_COS_SIN = WeakValueDictionary()
