@@ -129,7 +129,6 @@ def test_a_table_grows_by_whole_steps_and_keeps_its_rows():
     first = table.reach(1)
     assert first.shape == (GROWTH, 4) and first.dtype == torch.float16
     assert table.reach(GROWTH) is first and table.reach(3) is first
-    assert table.row(GROWTH - 1) and table.table is first
     more = table.reach(GROWTH + 1)
     assert more.shape == (2 * GROWTH, 4)
     same(more[:GROWTH], first)
