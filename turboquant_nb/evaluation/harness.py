@@ -17,7 +17,7 @@ from ..quant.recipe import Recipe, preset
 
 try:
     from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.registry import register_model
+    from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.huggingface import HFLM
     from tqdm import tqdm
 except ImportError as error:
@@ -25,7 +25,6 @@ except ImportError as error:
     raise ImportError(checks.missing(why, "eval")) from error
 
 # %% ../../nbs/84b_harness.ipynb #84b50009
-@register_model("turboquant")
 class Harness(HFLM):
     """The harness's model `hf` on codes. Written answers are those of `generate()`: the prompt
     attends to itself exactly. Scored ones attend to the context as codes from its last token
@@ -101,6 +100,10 @@ class Harness(HFLM):
 
     def _tokens(self, rows: list) -> Tensor:  # [rows, tokens] int64
         return torch.tensor(rows, device=self.device)
+
+
+if "turboquant" not in model_registry:  # one process may run this chapter and import its module
+    register_model("turboquant")(Harness)
 
 # %% ../../nbs/84b_harness.ipynb #84b50010
 if __name__ == "__main__" and globals().get("__spec__"):  # python -m, not a notebook
