@@ -214,11 +214,13 @@ def computed(device: str, backends: list, cases: list, names: list) -> dict:
 
 
 def of_package(folder, args) -> dict:
-    "What the package in `folder` computes, in a process of its own."
+    """What the package in `folder` computes, in a process of its own; without such a folder the
+    installed one."""
     command = [sys.executable, str(HERE), "--write", "--device", args.device]
     command += ["--backends", *args.backends, "--cases", *args.cases]
     command += ["--recipes", *args.recipes]
-    env = os.environ | {"PYTHONPATH": str(folder)}
+    there = (Path(folder) / "turboquant_nb").is_dir()
+    env = os.environ | ({"PYTHONPATH": str(folder)} if there else {})
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"the package in {folder} ended with {done.returncode}")

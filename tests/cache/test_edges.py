@@ -180,7 +180,7 @@ def test_a_store_that_lost_all_has_whole_tiles_again():
 
 @pytest.mark.parametrize(
     "tensor, field, why",
-    (("start", "", "start must be .* nothing"), ("", "d", "not the state of a single store")),
+    (("start", "", "start must be .* nothing"), ("", "d", "the file must hold 'd', got")),
 )
 def test_tensors_without_their_start_or_header_are_no_store(tensor, field, why):
     store = KVStore(Recipe(), 2, 2, 8)

@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from turboquant_nb.cli import eval, inputs, recipes
+from turboquant_nb.cli import eval, inputs
 from turboquant_nb.evaluation import candidates, models
 from turboquant_nb.quant.recipe import PRESETS, preset
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_names_known_without_torch_are_those_of_the_package():
-    assert recipes.PRESETS == tuple(PRESETS) and eval.OTHERS == tuple(candidates.OTHERS)
+    assert inputs.PRESETS == tuple(PRESETS) and eval.OTHERS == tuple(candidates.OTHERS)
 
 
 def test_no_cuda(call, tiny):

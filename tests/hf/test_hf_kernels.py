@@ -697,8 +697,8 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
 )
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_layer_costs_the_host(static, silent):
-    """Append and attention of one token in one layer: three launches, three operations, and 137
-    function calls at most, 146 where the device counts, two of which make an append whole that
+    """Append and attention of one token in one layer: three launches, three operations, and 138
+    function calls at most, 147 where the device counts, two of which make an append whole that
     is broken off; transformers' own cache and SDPA need 25 and as many launches."""
     pytest.importorskip("triton.experimental.gluon")
     model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=2), max_position_embeddings=1100)
@@ -730,7 +730,7 @@ def test_what_a_layer_costs_the_host(static, silent):
         layer(0)
         with Calls() as operations:
             layer(1)
-        assert operations.n <= 3 and calls <= (146 if static else 137), (operations.n, calls)
+        assert operations.n <= 3 and calls <= (147 if static else 138), (operations.n, calls)
     assert cache.layers[1].backends == {"triton": 5} and (
         static or cache.layers[1].store.length == 305
     )  # a kernel that does nothing counts nothing

@@ -449,9 +449,8 @@ def test_positions_that_a_model_keeps_to_itself_travel_with_a_saved_session(name
     want = goes_on(model, cache)
     same(goes_on(fresh, back), want)
     assert (goes_on(blind, lost) - want).abs().max() > 1e-3
-    for how in (dict(model_or_config=model.config), dict(model_or_config=model, tokens=5)):
-        with pytest.raises(ValueError, match="holds (1 values that a|positions of its whole)"):
-            TurboQuantCache.load(tmp_path / "a", **how)
+    with pytest.raises(ValueError, match="holds 1 values that a"):
+        TurboQuantCache.load(tmp_path / "a", model.config)
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "LlavaOnevision"])

@@ -17,11 +17,9 @@ from turboquant_nb.cache.pages import (
     store_recent,
 )
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.kernels import cells, launcher, past, recent
-from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells
-from turboquant_nb.kernels.cells import CellPlan, append_cells
-from turboquant_nb.kernels.cell_attention import past_cells
-from turboquant_nb.kernels.cells import append_recent, locate_sinks
+from turboquant_nb.kernels import cell_attention, cells, launcher
+from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells, past_cells
+from turboquant_nb.kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
 from turboquant_nb.kernels.work import Reads, Workspace, count_splits, list_work
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.mixed_precision import make_quantizer
@@ -607,9 +605,9 @@ def test_kernels_are_searched_for_once(monkeypatch):
     kernels = []
     for of in (
         cells._append_launcher,
-        recent._recent_launcher,
-        recent._sinks_launcher,
-        past._past_launcher,
+        cells._recent_launcher,
+        cells._sinks_launcher,
+        cell_attention._past_launcher,
     ):
         kernels.append(FoundOnce(of.kernel))
         monkeypatch.setattr(of, "kernel", kernels[-1])

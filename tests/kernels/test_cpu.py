@@ -27,7 +27,7 @@ from turboquant_nb.quant.quantizer import Spec, decided
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-CHAINED = [(bits, name) for bits in (2, 3) for name in ("trellis", "trellis_fast")]
+CHAINED = [(bits, "trellis") for bits in (2, 3)]
 FREQ = 100.0 ** (-torch.arange(8) / 8)
 INFO = Path("/proc/cpuinfo")
 FLAGS = set(INFO.read_text().split()) if INFO.exists() else set()

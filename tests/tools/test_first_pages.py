@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from turboquant_nb import KVStore, Recipe, preset
-from turboquant_nb.cli import recipes
+from turboquant_nb.cli import inputs
 from turboquant_nb.quant.recipe import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -509,7 +509,7 @@ def test_recipes_of_the_guide_are_recipes():
     for word in ("none", "sign", "prod", "rescale"):
         assert f'"{word}"' in GUIDE_TEXT and Recipe(residual=word).key
     assert {*re.findall(r"`(k\dv\d(?:-\w+)?)`", GUIDE_TEXT)} <= PRESETS.keys()
-    assert recipes.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in recipes.RECIPE
+    assert inputs.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in inputs.RECIPE
     for name in ("k2v2", "k3v3"):
         assert f"`{name}-trellis`" in GUIDE_TEXT
         small, table = preset(f"{name}-trellis"), preset(name)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import turboquant_nb
+
 HERE = Path(__file__).parents[2]
 sys.path.insert(0, str(HERE / "scripts" / "tools"))
 import goldens  # noqa: E402
@@ -13,7 +15,7 @@ import goldens  # noqa: E402
 def test_what_changed_is_seen_and_nothing_else(tmp_path):
     """An older package that decodes a thousandth larger has other states; logits, which are
     read from the codes, and bytes are the same."""
-    shutil.copytree(HERE / "turboquant_nb", tmp_path / "turboquant_nb")
+    shutil.copytree(Path(turboquant_nb.__file__).parent, tmp_path / "turboquant_nb")
     path = tmp_path / "turboquant_nb" / "quant" / "quantizer.py"
     text, line = path.read_text(), "q.rotation.inverse(q.decode_rotated(coded))"
     assert line in text, f"{line} is not in quantizer.py: change this mutant with it"

@@ -140,14 +140,9 @@ def test_shared_tables_can_be_used_in_any_mode():
     slots = _slots.__wrapped__
     with torch.inference_mode():
         cos_sin = CosSinCache(torch.ones(2).clone())
-        cos_sin.reach(3), cos_sin.row(2)
+        cos_sin.reach(3)
         book = lloyd_max(3, 77)
-        made = [
-            cos_sin.table,
-            *cos_sin.kept,
-            slots(torch.device("cpu")),
-            sketch_matrix(3, 7, "gaussian", 77),
-        ]
+        made = [cos_sin.table, slots(torch.device("cpu")), sketch_matrix(3, 7, "gaussian", 77)]
         for b in (book, book.to_int8_grid(), codebook.lloyd_max_samples(torch.arange(9.0), 2)):
             made += [b.levels, b.edges, b.int8().levels]
         made += [
