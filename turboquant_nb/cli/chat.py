@@ -20,12 +20,12 @@ from .generate import Seen, Writing, generated, stop_tokens
 from turboquant_nb.cli.inputs import (
     CHAT,
     NO_TEMPLATE,
+    OneCache,
     Source,
     about_run,
     context_length,
     opened,
 )
-from .inputs import OneCache
 from .output import Output, hushed, target_file, writing
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #0cc6e18f

@@ -16,8 +16,17 @@ from typing import Any
 
 from .app import Typed, Usage, app, command, lazy, option, options
 from .generate import common_prefix, stop_tokens
-from .inputs import Source, about_run, context_length, opened, tokens_of
-from .inputs import RECIPES, Calibrated, asked_caches, recipe_data
+from turboquant_nb.cli.inputs import (
+    RECIPES,
+    Calibrated,
+    Source,
+    about_run,
+    asked_caches,
+    context_length,
+    opened,
+    recipe_data,
+    tokens_of,
+)
 from .output import Output, hushed, layer_progress, show_table
 from ..quant.layer_info import read_facts
 

@@ -23,8 +23,17 @@ from turboquant_nb.cli.app import (
     options,
     version,
 )
-from .inputs import Weights, context_length, opened, read_texts
-from .inputs import Asked, Calibrated, Changes, asked_caches, check_recipe_name
+from turboquant_nb.cli.inputs import (
+    Asked,
+    Calibrated,
+    Changes,
+    Weights,
+    asked_caches,
+    check_recipe_name,
+    context_length,
+    opened,
+    read_texts,
+)
 from .output import Output, hushed, show_table, target_file, writing
 
 # %% ../../nbs/reference/87i_cli_eval.ipynb #64757045

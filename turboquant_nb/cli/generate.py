@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 from .app import Usage, app, at_fault, command, lazy, option, options
 from turboquant_nb.cli.inputs import (
+    Asked,
     Offloading,
+    OneCache,
     Prompt,
     Source,
     about_run,
@@ -23,7 +25,6 @@ from turboquant_nb.cli.inputs import (
     read_prompt,
     tokens_of,
 )
-from .inputs import Asked, OneCache
 from .output import Output, hushed, layer_progress
 
 # %% ../../nbs/reference/87d_cli_generate.ipynb #e98a1200

@@ -27,8 +27,14 @@ from turboquant_nb.cli.app import (
     size,
     version,
 )
-from .inputs import check_model, read_config
-from .inputs import RECIPES, Changes, asked_caches, read_recipe
+from turboquant_nb.cli.inputs import (
+    RECIPES,
+    Changes,
+    asked_caches,
+    check_model,
+    read_config,
+    read_recipe,
+)
 from .output import Output, hushed, show_table
 from ..quant.layer_info import longest_context
 

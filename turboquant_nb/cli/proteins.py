@@ -19,8 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from .app import Usage, app, at_fault, command, lazy, option, options, version
-from .inputs import DEVICE, check_name, pick_device, read_input
-from .inputs import read_recipe
+from .inputs import DEVICE, check_name, pick_device, read_input, read_recipe
 from turboquant_nb.cli.output import (
     Output,
     hushed,

@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 
 from .app import Usage, app, at_fault, command, lazy, option, options
-from .inputs import check_model
 from turboquant_nb.cli.inputs import (
     check_calibration_name,
+    check_model,
     check_recipe_name,
     read_recipe,
     recipe_data,

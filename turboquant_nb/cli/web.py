@@ -12,9 +12,8 @@ from typing import Callable
 from .app import Usage, app, command, lazy, option, options
 from .chat import status
 from .generate import Writing, generated
-from .inputs import Weights, context_length, opened
+from .inputs import OneCache, Weights, context_length, opened
 from .output import Output, hushed
-from .inputs import OneCache
 
 # %% ../../nbs/reference/87g_cli_web.ipynb #74f8f560
 torch, hf, checks = lazy("torch"), lazy("turboquant_nb.hf"), lazy("turboquant_nb.checks")

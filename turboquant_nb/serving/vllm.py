@@ -26,10 +26,8 @@ from turboquant_nb.serving.step import (
     Seen,
     ServingConfig,
     States,
-    dense,
-)
-from turboquant_nb.serving.step import (
     connector_reasons,
+    dense,
     draft_reasons,
     layer_reasons,
     mean_reasons,
