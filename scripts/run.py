@@ -73,6 +73,12 @@ EXPERIMENTS = {
         "--set presets --match k4v4 --protocols decode --layers 2 --windows 2 --length 112 "
         "--prompt 106",
     ),
+    "frames": Entry(
+        "eval.frames",
+        "where the mean of keys and their pair scales may come from",
+        "--arms prompt ids:128 --codes k3v3 --protocols decode --layers 2 --windows 2 "
+        "--length 112 --prompt 106",
+    ),
     "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
     "mutants": Entry(
         "eval.mutation",
