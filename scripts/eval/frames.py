@@ -4,7 +4,8 @@ NAME=FILE ...] [--arms A ...] [--codes C ...].
 A layer's frame is the mean of its keys and, for codes that ask for it, a scale for each pair of
 channels. An arm is where both come from: `prompt` is the first chunk of each window, as a cache
 without a frame finds it; `ids` draws ids by Zipf's law over the vocabulary's order, `uniform`
-evenly; another name is a text, `NAME:TOKENS` so many of its tokens (1,024 if not said). Each row
+evenly; another name is a text, `NAME:TOKENS` so many of its tokens (1,024 if not said);
+`prompt+NAME` has the prompt's mean and pair scales of a source. Each row
 has the losses of its windows and their difference against the prompt's frame, window by
 window. Chapter 83 has the protocols."""
 
@@ -73,8 +74,8 @@ def frames_of(model, ids: Tensor, turns: bool) -> dict:  # layer -> Frame
     return out
 
 
-def framed(frames: dict):  # a subclass of PairLayer
-    "A pair layer whose frame is given."
+def framed(frames: dict, own_mean: bool):  # a subclass of PairLayer
+    "A pair layer whose frame is given; its mean may be the prompt's own."
 
     class Framed(PairLayer):
         def needs_queries(self):
@@ -90,7 +91,7 @@ def framed(frames: dict):  # a subclass of PairLayer
             scaled = frame.mean if pair is None else frame.mean * frame.pair
 
             def mean_of(store, part, x):
-                if part is not store.key:
+                if own_mean or part is not store.key:
                     return first_mean(store, part, x)
                 return scaled[None, :, None].expand(len(x), -1, -1, -1).to(torch.bfloat16)
 
@@ -150,10 +151,13 @@ def rows(a, w):
         candidate = as_candidate(w.model, recipe, name, max_length=a.length)
         turns = recipe.key.centre.rotates
         for arm in a.arms:
-            if arm != "prompt" and (arm, turns) not in found:
-                found[arm, turns] = frames_of(w.model, source_ids(a, w, arm), turns)
+            source = arm.removeprefix("prompt+")
+            if arm != "prompt" and (source, turns) not in found:
+                found[source, turns] = frames_of(w.model, source_ids(a, w, source), turns)
             for protocol in a.protocols:
-                layer = PairLayer if arm == "prompt" else framed(found[arm, turns])
+                layer = PairLayer
+                if arm != "prompt":
+                    layer = framed(found[source, turns], own_mean=source != arm)
                 backend = OnePass(layer, count=False)
                 loss = w.score(candidate, protocol, backend).loss
                 own.setdefault((name, protocol), loss)
