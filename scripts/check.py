@@ -10,8 +10,8 @@
                                       changes of the code?
 
 The notebooks and the tests run under named settings of the arithmetic (CONTRIBUTING.md says
-why). Without --numerics they run under `native`; without --only too, the notebooks run a second
-time, under a setting that is not this processor's own; those in ONCE then alone.
+why). Without --numerics they run under `native`; without --only too, the notebooks run under a
+setting that is not this processor's own: their outputs were saved under its own.
 
 The steps work on copies of the tree in a temporary folder and change no tracked file. The tests
 in tests/ run against the built wheel, not against the source tree. Needs the [dev] extra: pip
@@ -46,8 +46,6 @@ import preview_docs
 from notebooks import text_of
 
 IMPORT_BUDGET = 0.5  # seconds that `import turboquant_nb` may take beyond `import torch`
-# Notebooks that take longest: a full run computes them once, in its second pass (`foreign`)
-ONCE = "21_residual 60_calibrate 61_sensitivity 83_score 84_tasks"
 MOST_WORKERS = 4  # processes that run notebooks or tests at once, where there are as many cores
 STEPS = {}
 closing_line = ""  # what pytest said last
@@ -873,10 +871,9 @@ def alone(name):
 
 
 @step
-def step_nbtest(numerics="native", left_out=""):
+def step_nbtest(numerics="native"):
     """every notebook runs from top to bottom (nbdev_test): natively in a copy of the tree,
     under other arithmetic in an empty folder with the wheel"""
-    left_out = left_out.split()
     tree = copy_tree("nbtest") if numerics == "native" else alone("alone")
     env = arithmetic(numerics) | {
         "PYTHONPATH": str(tree if numerics == "native" else installed()),
@@ -895,7 +892,7 @@ def step_nbtest(numerics="native", left_out=""):
             "--do_print",
             "--timing",
             "--skip_file_re",
-            "|".join(["^[_.]", *(f"^{name}\\." for name in left_out)]),
+            "^[_.]",
         ],
         "nbdev_test failed (its output is above)",
         cwd=tree,
@@ -904,11 +901,8 @@ def step_nbtest(numerics="native", left_out=""):
     )
     ran = set(re.findall(r"^(\S+\.ipynb): \d+ secs$", said, re.M))
     skipped = {path.name for path in notebooks()} - ran
-    if skipped != (agreed := {f"{name}.ipynb" for name in left_out}):
-        raise Failed(
-            f"nbdev_test left out {', '.join(sorted(skipped)) or 'none'}; it should leave out "
-            f"{', '.join(sorted(agreed)) or 'none'}"
-        )
+    if skipped:
+        raise Failed(f"nbdev_test left out {', '.join(sorted(skipped))}")
     return f"{len(ran)} notebooks"
 
 
@@ -1018,8 +1012,7 @@ def plan(only, numerics):
     for name in chosen:
         runs += [(name, (x,)) for x in chosen_settings] if name in NUMERIC else [(name, ())]
     if full:
-        runs[runs.index(("nbtest", ("native",)))] = "nbtest", ("native", ONCE)
-        runs.append(("nbtest", (foreign(),)))
+        runs[runs.index(("nbtest", ("native",)))] = "nbtest", (foreign(),)
         runs.sort(key=lambda run: run[0] == "docs")  # mostly one thread, beside the others
     return runs
 

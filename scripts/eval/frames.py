@@ -5,9 +5,9 @@ A layer's frame is the mean of its keys and, for codes that ask for it, a scale 
 channels. An arm is where both come from: `prompt` is the first chunk of each window, as a cache
 without a frame finds it; `ids` draws ids by Zipf's law over the vocabulary's order, `uniform`
 evenly; another name is a text, `NAME:TOKENS` so many of its tokens (1,024 if not said);
-`prompt+NAME` has the prompt's mean and pair scales of a source. Each row
-has the losses of its windows and their difference against the prompt's frame, window by
-window. Chapter 83 has the protocols."""
+`prompt+NAME` has the prompt's mean and pair scales of a source. Each row has the losses of its
+windows and their difference against the prompt's frame, window by window. Chapter 83 has the
+protocols."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -7,7 +7,6 @@ __all__ = ['torch', 'transformers', 'hf', 'checks', 'files', 'archive', 'next_te
            'load_conversation', 'status', 'chat']
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #a8f27750
-import shutil
 import sys
 import time
 from contextlib import suppress
@@ -203,38 +202,6 @@ def status(cache, seconds: float = 0.0, tokens: int = 0) -> str:  # one line
     return f"{report['tokens']:,} tokens in {report['nbytes']:,} bytes, {saved} 16 bits{speed}"
 
 
-class _StatusLine:
-    "The lowest line of a terminal, on standard error; nothing elsewhere."
-
-    def __init__(self, on: bool):
-        self.on, self.rows, self.at = on and sys.stderr.isatty() and sys.stdout.isatty(), 0, 0.0
-
-    def __enter__(self):
-        return self
-
-    def show(self, text: Callable, at_most_every: float = 0.0) -> None:
-        "Write `text()` there, unless the last one is younger than so many seconds."
-        if not self.on or time.monotonic() - self.at < at_most_every:
-            return
-        self.at, size = time.monotonic(), shutil.get_terminal_size()
-        if (
-            size.lines != self.rows
-        ):  # a scrolling region above the last line; the cursor stays inside
-            self.rows = size.lines
-            self._write(f"\n\x1b[A\x1b7\x1b[1;{self.rows - 1}r\x1b8")
-        self._write(
-            f"\x1b7\x1b[{self.rows};1H\x1b[2K\x1b[2m{text()[: size.columns - 1]}\x1b[0m\x1b8"
-        )
-
-    def __exit__(self, *exc):
-        if self.rows:
-            self._write(f"\x1b7\x1b[r\x1b[{self.rows};1H\x1b[2K\x1b8")
-
-    def _write(self, text: str) -> None:
-        sys.stdout.flush()
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
 # %% ../../nbs/reference/87e_cli_chat.ipynb #2d4b8f05
 _HELP = """/save FILE   save the conversation, bit for bit
 /load FILE   go on with a saved one
@@ -264,7 +231,6 @@ class _Session:
     "A conversation at a terminal or a pipe."
 
     talk: Conversation
-    line: _StatusLine
     output: Output
     how: Writing
     typed: bool  # at a terminal
@@ -335,8 +301,7 @@ class _Session:
             kept = self.talk.messages[before:]  # nothing if the key came before the answer
             said = kept[-1]["content"] if kept else ""
             self.say("")
-        self.line.show(streamer.status)
-        if not (self.output.json or self.typed):
+        if not self.output.json:
             self.output.note(streamer.status())
         return dict(user=text, answer=said, new_tokens=streamer.count, seconds=streamer.seconds)
 
@@ -360,8 +325,6 @@ class _Streamer:
         self.prompt = False
         if self.text is not None:
             self.text.put(value)
-        if self.count:
-            self.session.line.show(self.status, at_most_every=0.2)
 
     def end(self) -> None:
         "The answer is complete."
@@ -436,11 +399,10 @@ def chat(ask: _Talk, cache: OneCache, how: Writing, source: Source, output: Outp
         new_cache = how.length.new_cache(model, asked, source.reads)
         templated = bool(tokenizer.chat_template) and ask.chat is not False
         talk = Conversation(model, tokenizer, new_cache, templated, ask.system)
-        with _StatusLine(not (output.quiet or output.json)) as line:
-            session = _Session(talk, line, output, how, sys.stdin.isatty())
-            if ask.load:
-                session.fetch(ask.load, "--load")
-            turns = _talk(session)
+        session = _Session(talk, output, how, sys.stdin.isatty())
+        if ask.load:
+            session.fetch(ask.load, "--load")
+        turns = _talk(session)
     said = dict(turns=turns, messages=talk.messages, cache=dict(talk.cache.report()))
     output.result(about_run("chat", source, model) | said, lambda: None)
 

@@ -4,18 +4,16 @@
 
 # %% auto #0
 __all__ = ['torch', 'transformers', 'hf', 'hub', 'hub_errors', 'models', 'offloaded', 'CHAT', 'NO_TEMPLATE', 'DEVICE', 'mixed',
-           'specs', 'quant', 'calibrations', 'PRESETS', 'RECIPE', 'RECIPES', 'check_name', 'read_input', 'gguf_head',
-           'read_config', 'config_of', 'tokenizer_of', 'check_model', 'check_fits', 'Prompt', 'read_prompt',
-           'tokens_of', 'read_texts', 'Attention', 'Weights', 'Source', 'Offloading', 'Loaded', 'opened', 'load',
-           'pick_device', 'usual_dtype', 'context_length', 'about_run', 'read_bits', 'Changes', 'check_recipe_name',
-           'read_recipe', 'recipe_data', 'Calibrated', 'check_calibration_name', 'Asked', 'asked_caches', 'OneRecipe',
-           'OneCache']
+           'specs', 'quant', 'calibrations', 'PRESETS', 'RECIPE', 'RECIPES', 'check_name', 'read_input', 'read_config',
+           'config_of', 'tokenizer_of', 'check_model', 'check_fits', 'Prompt', 'read_prompt', 'tokens_of', 'read_texts',
+           'Attention', 'Weights', 'Source', 'Offloading', 'Loaded', 'opened', 'load', 'pick_device', 'usual_dtype',
+           'context_length', 'about_run', 'read_bits', 'Changes', 'check_recipe_name', 'read_recipe', 'recipe_data',
+           'Calibrated', 'check_calibration_name', 'Asked', 'asked_caches', 'OneRecipe', 'OneCache']
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #e963c60a
 import json
 import struct
 import sys
-import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -115,58 +113,6 @@ def read_input(
     except ValueError as error:
         raise Usage(f"{option}: {error}") from error
 
-# %% ../../nbs/reference/87c_cli_inputs.ipynb #b2d94c07
-_GGUF_NUMBERS = dict(
-    zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIifBQqd")
-)  # type in the file: letter of `struct`
-
-
-def _gguf_value(f, kind: int) -> None:
-    "Move an open GGUF file to the end of a value. ValueError for a kind that there is not."
-    number = lambda letter: struct.unpack(f"<{letter}", f.read(struct.calcsize(letter)))[0]
-    if kind in _GGUF_NUMBERS:
-        f.seek(struct.calcsize(f"<{_GGUF_NUMBERS[kind]}"), 1)
-    elif kind == 8:  # a string
-        f.seek(number("Q"), 1)
-    elif kind == 9:  # a list
-        inner, n = number("I"), number("Q")
-        if inner in _GGUF_NUMBERS:
-            f.seek(n * struct.calcsize(f"<{_GGUF_NUMBERS[inner]}"), 1)
-        else:
-            for _ in range(n):
-                _gguf_value(f, inner)
-    else:
-        raise ValueError(f"a GGUF value has one of the kinds 0 to 12, got {kind}")
-
-
-def gguf_head(path: str | Path) -> bytes:
-    """The fields of a GGUF file but those of its tokenizer, as a GGUF file without tensors.
-    ValueError for another file. Source: ggml, docs/gguf.md."""
-    kept = []
-    with open(path, "rb") as f:
-        try:
-            magic, edition, _, n = struct.unpack("<4sIQQ", f.read(24))
-            if magic != b"GGUF" or edition not in (2, 3):
-                raise ValueError(
-                    f"expected a GGUF file of version 2 or 3, got {magic!r}, version {edition}"
-                )
-            for _ in range(n):
-                begin = f.tell()
-                name = f.read(struct.unpack("<Q", f.read(8))[0])
-                _gguf_value(f, struct.unpack("<I", f.read(4))[0])
-                end = f.tell()
-                if not name.startswith(b"tokenizer."):
-                    f.seek(begin)
-                    kept.append(f.read(end - begin))
-                    if f.tell() != end:
-                        raise ValueError("the file ends inside its head")
-        except (struct.error, OverflowError, MemoryError, RecursionError) as error:
-            raise ValueError(
-                f"the file ends inside its head, or is damaged there ({error})"
-            ) from error
-    head = struct.pack("<4sIQQ", b"GGUF", edition, 0, len(kept)) + b"".join(kept)
-    return head + bytes(-len(head) % 32)
-
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #c3e5a918
 _EMBEDDED = dict(
     vocab_size=49152,
@@ -188,11 +134,13 @@ def read_config(model: str):
     if model == "embedded":
         return transformers.LlamaConfig(**_EMBEDDED)
     where, file, _ = models._resolve(model)
-    with hushed(), tempfile.TemporaryDirectory() as folder:
+    with hushed():
         if file is None:
             return transformers.AutoConfig.from_pretrained(where)
-        Path(folder, "head.gguf").write_bytes(gguf_head(Path(where, file)))
-        return transformers.AutoConfig.from_pretrained(folder, gguf_file="head.gguf")
+        try:
+            return transformers.AutoConfig.from_pretrained(where, gguf_file=file)
+        except (IndexError, OverflowError, struct.error) as error:
+            raise ValueError(f"{file} is damaged in its head ({error})") from error
 
 
 def _or_none(read: Callable, model: str):
@@ -204,8 +152,9 @@ def _or_none(read: Callable, model: str):
 
 
 def config_of(model: str):
-    "`read_config`, or None."
-    return _or_none(read_config, model)
+    """`read_config`, or None: what cannot be read, and a GGUF file, whose vocabulary takes so long
+    that loading it may as well say what does not fit."""
+    return None if model.endswith(".gguf") else _or_none(read_config, model)
 
 
 def tokenizer_of(model: str):
@@ -647,7 +596,7 @@ class Calibrated:
     )
     budget: float | None = option(
         None,
-        "With a calibration that measured layers or heads: bits on average, spent on those "
+        "With a calibration that measured layers: bits on average, spent on those "
         "that need them, instead of the recipe's.",
         metavar="BITS",
     )
