@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -84,12 +83,11 @@ def test_the_digest_sees_everything():
 def test_damage_is_refused(path):
     data = path.read_bytes()
     for at in range(len(data)):
-        for bit in (1, 128):
-            broken = bytearray(data)
-            broken[at] ^= bit
-            path.write_bytes(broken)
-            with pytest.raises(ValueError):
-                read_file(path, KIND, "test")
+        broken = bytearray(data)
+        broken[at] ^= 1 << at % 8
+        path.write_bytes(broken)
+        with pytest.raises(ValueError):
+            read_file(path, KIND, "test")
     for size in (0, 7, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
         with pytest.raises(
@@ -137,21 +135,16 @@ def test_an_error_without_a_number_keeps_its_words(path):
         raise OSError("disk full")
 
 
-KILLED = """
-import os, sys
-from turboquant_nb.files import beside
-with beside(sys.argv[1]) as file:
-    file.write(b"half")
-    file.flush()
-    os.kill(os.getpid(), 9)
-"""
-
-
 def test_what_a_killed_writer_left_goes_with_the_next_write(path):
     "After an hour, and nothing else that looks like it."
-    done = subprocess.run([sys.executable, "-c", KILLED, path])
+    if not (child := os.fork()):
+        with beside(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), 9)
+    assert os.waitpid(child, 0)[1] == 9
     (left,) = path.parent.glob("*.part")
-    assert done.returncode == -9 and left.read_bytes() == b"half"
+    assert left.read_bytes() == b"half"
     other = [path.with_name(x) for x in ("x.part", "x.mine.part", "y.0123abcd.part", "xx")]
     for each in (left, *other):
         each.touch()

@@ -74,7 +74,11 @@ def test_every_experiment_starts(name, measured, monkeypatch):
     if name == "chapters":  # of processes those of its gate alone
         chapters = importlib.import_module("eval.chapters")
         begun, gate = chapters.run, {"right", "wrong", "endless"}
-        ran = lambda path, *a: begun(path, *a) if path.stem in gate else (True, 1.0, "")
+
+        def ran(path, *a):
+            passed, seconds, said = begun(path, *a) if path.stem in gate else (True, 1.0, "")
+            return passed, seconds / 4, said  # the endless one ends soon
+
         monkeypatch.setattr(chapters, "run", ran)
         monkeypatch.setattr(chapters, "PROBE", "print('2.9 5.0')")
     found = measured(name, *run.EXPERIMENTS[name].smallest.split())

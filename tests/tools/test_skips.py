@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = """
 import pytest
 
@@ -25,10 +23,7 @@ def test_passes(): pass
 """
 
 
-@pytest.mark.parametrize(
-    "ci, want", [("true", {"failed": 1, "skipped": 1, "errors": 2}), ("", {"skipped": 4})]
-)
-def test_a_skip_in_ci_is_an_error(tmp_path, ci, want):
+def test_a_skip_in_ci_is_an_error(tmp_path):
     """Also one of a whole file. Mutants: a hook that is not called, and one that lets every
     reason pass."""
     root = Path(__file__).parents[2]
@@ -39,23 +34,15 @@ def test_a_skip_in_ci_is_an_error(tmp_path, ci, want):
     (tmp_path / "tests" / "test_two.py").write_text(
         'import pytest\npytest.importorskip("no_such_package")\n'
     )
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        str(tmp_path),
-    ]
+    argv = "-m pytest -q -p no:cacheprovider --continue-on-collection-errors".split()
     done = subprocess.run(
-        argv, cwd=tmp_path, env=os.environ | {"CI": ci}, capture_output=True, text=True
+        [sys.executable, *argv, str(tmp_path)],
+        cwd=tmp_path,
+        env=os.environ | {"CI": "true"},
+        capture_output=True,
+        text=True,
     )
     last = done.stdout.splitlines()[-1]
-    assert {
-        w: int(n)
-        for n, w in zip(last.split(), last.replace(",", "").split()[1:])
-        if w in ("failed", "skipped", "errors")
-    } == want, done.stdout
-    assert (done.returncode == 0) == (not ci) and ("no_such_package" in done.stdout) == bool(ci)
+    for words in ("1 failed", "1 passed", "1 skipped", "1 xfailed", "2 errors"):
+        assert words in last, done.stdout
+    assert done.returncode and "no_such_package" in done.stdout
