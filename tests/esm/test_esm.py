@@ -47,7 +47,6 @@ from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.esm.transform import RECIPES, SideSpec
-from turboquant_nb.theory import transforms
 
 
 def tiny(d=16, heads=2, layers=2, seed=0, **more):
@@ -74,8 +73,9 @@ PRE_ROPE = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent
 # --- exactness of the wrapped model
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("d, heads", [(16, 4), (24, 2), (32, 2), (64, 2), (128, 1)])
+@pytest.mark.parametrize(
+    "d, heads, attn", [(16, 4, "sdpa"), (24, 2, "eager"), (128, 1, "sdpa")]
+)
 def test_prefill_bit_equal(d, heads, attn):
     m = tiny(d, heads)
     m.set_attn_implementation(attn)
@@ -160,15 +160,9 @@ def test_decode_continues_exactly(model, steps, causal):
     torch.testing.assert_close(torch.cat(out, 1), want[:, prefix:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "pre_rope"])
+@pytest.mark.parametrize("kind", ["exact", "code", "list", "pre_rope"])
 def test_ragged_batches_are_single_sequences(model, code, kind):
-    kinds = {
-        "exact": None,
-        "code": code,
-        "recipe": PLAIN,
-        "list": [PLAIN, "k4v4"],
-        "pre_rope": PRE_ROPE,
-    }
+    kinds = {"exact": None, "code": code, "list": [PLAIN, "k4v4"], "pre_rope": PRE_ROPE}
     use = kinds[kind]
     seqs = proteins(3, 15, 40, seed=5)
     more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
@@ -272,7 +266,7 @@ def test_failed_decode_leaves_the_past(model, code, kind):
 # --- the code
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", ["water2", "water3+"])
 def test_recipes_fit(model, name):
     c = calibrate_esm(model, proteins(12), name)
     bits = [s.bits.float().mean().item() for s in c.sides]
@@ -305,20 +299,6 @@ def test_statistics_are_of_what_the_model_computes(model):
             )
 
 
-def test_more_bits_come_closer(model):
-    seqs, held = proteins(24), proteins(4, seed=9)
-    ids, mask = tokens(held)
-    error = []
-    with torch.no_grad():
-        want = model.esm(ids, attention_mask=mask).last_hidden_state
-    for name in ("water2", "water3", "water4"):
-        with TurboEsm(model, calibrate_esm(model, seqs, name)) as t:
-            error.append(
-                float((t.reread(ids, mask).hidden - want)[mask.bool()].square().mean())
-            )
-    assert error[0] > 2 * error[1] > 4 * error[2] > 0
-
-
 def test_bytes_are_what_the_formula_says(model, code):
     ids, mask = tokens(proteins(2))
     wide = sum(sum(s.widths) for s in code.sides)
@@ -338,9 +318,15 @@ def test_bytes_are_what_the_formula_says(model, code):
         assert t.report()["nbytes"] == 2 * (need + need // 8) * wide + 2 * 8
 
 
-@pytest.mark.parametrize("block", [1, 2**20])  # numbers looked up at a time: a layer, or all
-@pytest.mark.parametrize("start", [[0, 0], [0, 5]])
-@pytest.mark.parametrize("name", ["water3", "outliers", "mean"])
+@pytest.mark.parametrize(
+    "name, start, block",  # numbers looked up at a time: a layer, or all
+    [
+        ("water3", [0, 5], 1),
+        ("water3", [0, 0], 2**20),
+        ("outliers", [0, 5], 2**20),
+        ("mean", [0, 5], 1),
+    ],
+)
 def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monkeypatch):
     """Scores with their mean apart, and values with theirs at the end, are attention on what
     the codes stand for; a chunk, a step, and rows."""
@@ -575,9 +561,9 @@ def test_rows_are_the_frozen_context(model, block):
         )
 
 
-@pytest.mark.parametrize("kind", ["code", "recipe", "exact"])
+@pytest.mark.parametrize("kind", ["code", "recipe"])
 def test_rows_of_one_sequence_of_a_batch(model, code, kind):
-    use = {"exact": None, "code": code, "recipe": PLAIN}[kind]
+    use = {"code": code, "recipe": PLAIN}[kind]
     seqs = proteins(3, 15, 40, seed=5)
     ids, mask = tokens(seqs)
     with TurboEsm(model, use) as t:
@@ -792,19 +778,19 @@ def test_variants_capture_lengths_that_come_often(model, code):
 # --- sequences that a model draws
 
 
-def test_what_is_drawn_comes_from_the_seed_and_the_states(model, code):
+def test_what_is_drawn_comes_from_the_seed_and_the_states(model):
     before, found = torch.get_rng_state(), []
-    for use in (None, code, replace(PLAIN, key=Spec(bits=1))):
+    for use in (None, replace(PLAIN, key=Spec(bits=1))):
         with TurboEsm(model, use) as t:
             for method in ("gibbs", "left-to-right"):
-                drawn = design(t, 3, 17, method)
-                assert [len(x) for x in drawn] == [17] * 3
+                drawn = design(t, 3, 9, method)
+                assert [len(x) for x in drawn] == [9] * 3
                 assert set("".join(drawn)) <= set(RESIDUES)
-                assert drawn == design(t, 3, 17, method) != design(t, 3, 17, method, seed=1)
+                assert drawn == design(t, 3, 9, method) != design(t, 3, 9, method, seed=1)
                 found.append(drawn)
-            assert design(t, 3, 17) == found[-2] != design(t, 3, 17, sweeps=1)
+            assert design(t, 3, 9) == found[-2] != design(t, 3, 9, sweeps=1)
             assert t.past is None
-    assert len({str(x) for x in found[::2]}) == len({str(x) for x in found[1::2]}) == 3
+    assert found[0] != found[2] and found[1] != found[3]
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -823,14 +809,13 @@ def test_left_to_right_is_a_race_behind_what_is_written(model):
     assert found == written
 
 
-@pytest.mark.parametrize("method", ["gibbs", "left-to-right"])
-def test_shares_of_what_is_drawn_are_the_models(model, method):
+def test_shares_of_what_is_drawn_are_the_models(model):
     columns = [TOKENS.index(x) for x in RESIDUES]
     with torch.no_grad():
         logits = model(torch.tensor([[0, MASK, EOS]])).logits[0, 1, columns]
     p = logits.softmax(-1).double()
     with TurboEsm(model) as t:
-        drawn = design(t, 4000, 1, method)
+        drawn = design(t, 4000, 1, "gibbs")
     shares = torch.tensor([drawn.count(x) for x in RESIDUES]) / 4000
     z = (shares - p) / (p * (1 - p) / 4000).sqrt()
     assert z.abs().max() < 5
@@ -838,7 +823,7 @@ def test_shares_of_what_is_drawn_are_the_models(model, method):
     assert ((shares - flat) / (flat * (1 - flat) / 4000).sqrt()).abs().max() > 10
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 21])
+@pytest.mark.parametrize("length", [1, 7, 21])
 def test_a_sweep_draws_every_position_once(length):
     seen, letters = [], torch.arange(4)
 
@@ -1043,12 +1028,11 @@ def test_the_stop_of_a_sequence_is_said(tmp_path):
 # --- fair-esm
 
 
-@pytest.mark.parametrize("layers, heads, dim", [(2, 4, 64), (3, 2, 48)])
-def test_fair_esm_checkpoint(tmp_path, layers, heads, dim):
+def test_fair_esm_checkpoint(tmp_path):
     fair = pytest.importorskip("esm")
     from esm.model.esm2 import ESM2
 
-    torch.manual_seed(0)
+    layers, heads, dim = 3, 2, 48
     alphabet = fair.data.Alphabet.from_architecture("ESM-1b")
     theirs = ESM2(layers, dim, heads, alphabet).eval()
     for p in theirs.parameters():
@@ -1126,42 +1110,4 @@ def test_every_name_is_found_and_files_need_no_transformers():
     said = done.stdout.splitlines()
     assert len(said) == 2 and all('pip install "turboquant-nb[hf] @ git+' in x for x in said), (
         said
-    )
-
-
-def of_moments(mean, second, query):
-    "Moments of one layer and head, of one token each."
-    one = lambda x: x[None].double()
-    kinds = ("key", "value", "rope")
-    sums = transforms.Moments(
-        1,
-        {(k, 0): one(mean) for k in kinds},
-        {(k, 0): one(second) for k in kinds} | {("query", 0): one(query)},
-    )
-    eye = torch.eye(len(mean)).double()
-    return transform.CodeStatistics(
-        torch.zeros_like(mean)[None, None],
-        torch.ones(len(mean) // 2),
-        eye[None, None],
-        torch.ones(1).double(),
-        sums,
-    )
-
-
-@pytest.mark.parametrize("rotation", ("svd", "none"))
-def test_a_centred_transform_is_of_the_covariance(rotation):
-    """`second - outer`, twice: the axes are those of what is left when the mean is gone, and so
-    are the variances."""
-    covariance, mean = (
-        torch.diag(torch.tensor([4.0, 1.0, 2.0, 0.5])),
-        torch.tensor([0.0, 30.0, 0.0, 0.0]),
-    )
-    m = of_moments(mean, covariance + mean[:, None] * mean, torch.eye(4))
-    fit = transform.fit_transform(
-        m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False)
-    )
-    want = [4.0, 2.0, 1.0, 0.5] if rotation == "svd" else [4.0, 1.0, 2.0, 0.5]
-    assert (
-        fit.var[0, 0].tolist() == pytest.approx(want)
-        and fit.mean[0, 0].tolist() == mean.tolist()
     )

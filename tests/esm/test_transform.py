@@ -30,9 +30,10 @@ def side(bits, seed=0, inv_freq=None):
     return SideCode(mean, into, into.inverse(), bits, M.join_levels(bits, levels), inv_freq)
 
 
-@pytest.mark.parametrize("d, heads", [(4, 1), (8, 3), (16, 20), (24, 2), (64, 2)])
-@pytest.mark.parametrize("most", [1, 4, 8])
-@pytest.mark.parametrize("pre_rope", [False, True])
+@pytest.mark.parametrize(
+    "d, heads, most, pre_rope",
+    [(4, 1, 1, False), (8, 3, 8, True), (16, 20, 4, True), (24, 2, 4, False)],
+)
 def test_round_trip(d, heads, most, pre_rope):
     g = torch.Generator().manual_seed(d + most)
     bits = torch.randint(0, most + 1, (3, heads, d), generator=g).to(torch.uint8)
@@ -189,7 +190,7 @@ SPECS = [
     for rotation in ("svd", "hadamard", "none")
     for center in ("pre_rope", "mean", "none")
     for aware in (True, False)
-    if (side, center) != ("value", "pre_rope")
+    if (side, center) != ("value", "pre_rope") and (rotation, center) != ("hadamard", "none")
 ]
 
 

@@ -24,12 +24,6 @@ from turboquant_nb.theory.centre import (
 )
 
 
-def test_a_row_of_padding_has_the_mean_zero():
-    "No token is left to take a mean of; 0 / 0 would make every code of the row meaningless."
-    mean = masked_mean(torch.full((2, 1, 4, 8), 3.0), torch.tensor([4, 0]))
-    assert mean.shape[0] == 2 and (mean[0] == 0).all() and (mean[1] == 3).all()
-
-
 def test_a_mean_has_the_unit_of_the_states():
     """Scaled by a power of two, states have the mean so scaled: nothing in it is an absolute
     number."""

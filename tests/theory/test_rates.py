@@ -33,27 +33,6 @@ def mixed(bits, d=None, std=None):
     return MixedCodebook({b: lloyd_max(b, d) for b in set(bits) if b}, bits, std)
 
 
-VECTORS = [
-    (3,),
-    (0, 0),
-    (1, 2, 3, 4),
-    (4, 4, 2, 2),
-    (2, 4, 2, 4, 0, 1),
-    (8, 5, 0, 1),
-    (3,) * 8 + (2,) * 8,
-]
-
-
-def test_groups_partition_the_channels():
-    for bits in VECTORS:
-        seen = []
-        for b, index, book in mixed(bits).groups:
-            part = list(range(len(bits)))[index] if isinstance(index, slice) else index
-            seen += part
-            assert all(bits[j] == b for j in part) and (book is None) == (b == 0)
-        assert sorted(seen) == list(range(len(bits)))
-
-
 def test_std_stretches_the_table():
     std = torch.tensor([2.0, 0.5, 1.0])
     book, plain = mixed((3, 2, 0), std=std), mixed((3, 2, 0))
@@ -232,15 +211,6 @@ def test_bfloat16_variances():
     assert torch.equal(allocate_channels(v.bfloat16(), 6), allocate_channels(v, 6))
 
 
-def test_a_channel_may_have_eight_bits():
-    "The most that a table has: all of a budget can be spent, and no more."
-    v = torch.tensor([1e9, 1.0])
-    assert allocate_channels(v, 16, 0, 8).tolist() == [8, 8]
-    assert allocate_channels(v, 9, 0, 8).tolist() == [8, 1]
-    with pytest.raises(ValueError, match="hi"):
-        allocate_channels(v, 9, 0, 9)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_allocate_is_optimal(seed):
     v = torch.rand(4, generator=gen(seed)) ** 3 + 1e-3
@@ -291,6 +261,7 @@ BAD = [
     (lambda: allocate_channels([1.0, 1.0], 2.0), TypeError, "budget"),
     (lambda: allocate_channels([1.0], 2, lo=3, hi=2), ValueError, "lo must not exceed hi"),
     (lambda: allocate_channels([1.0], 2, hi=9), ValueError, "hi must be"),
+    (lambda: allocate_channels([1.0], 2, lo=-1), ValueError, "lo must be"),
     (lambda: by_layer("k3v3", 0, {}), ValueError, "n_layers"),
     (lambda: by_layer("k3v3", 2, {2: "k4v4"}), ValueError, "from -2 to 1"),
     (lambda: by_layer("k3v3", 2, {1: "k4v4", -1: "k4v4"}), ValueError, "same one"),
@@ -307,8 +278,6 @@ BAD = [
     (lambda: entropy_encode(torch.tensor([1]), torch.ones(2, 2)), ValueError, "a row for each"),
     (lambda: entropy_decode(b"", torch.ones(2), (2,)), ValueError, "whole 32-bit"),
     (lambda: entropy_decode(b"1234", torch.ones(2), (-1,)), ValueError, "shape must be"),
-    (lambda: entropy_decode(b"1234", torch.ones(2), ()), ValueError, "shape must be"),
-    (lambda: entropy_decode(b"1234", torch.ones(2), (2.0,)), ValueError, "shape must be"),
     (lambda: entropy_decode(None, torch.ones(2), (2,)), TypeError, "data must be bytes"),
     (lambda: MixedCodebook(None, (2, 2)), TypeError, "one Codebook per channel"),
     (lambda: MixedCodebook((2, 2), (2, 2)), TypeError, "channel 0 must be a Codebook, got int"),
@@ -372,9 +341,6 @@ def test_bits_between_equal_bounds():
     v = torch.tensor([1.0, 2.0, 4.0])
     for b in (0, 2, 8):
         assert rates.allocate_channels(v, 3 * b, b, b).tolist() == [b] * 3
-    for lo, hi in ((3, 2), (-1, 2), (0, 9)):
-        with pytest.raises(ValueError):
-            rates.allocate_channels(v, 6, lo, hi)
 
 
 def test_a_shorter_row_of_levels_repeats_its_last_one():

@@ -1,6 +1,5 @@
 """Wide dtype, shape and layout matrices for turboquant_nb.theory.rope."""
 
-import inspect
 import math
 
 import pytest
@@ -149,15 +148,3 @@ def test_how_far_a_matrix_is_from_commuting_has_no_unit():
     for c in (2.0**-500, 2.0**-20, 2.0**20):
         assert rope.commutes(r * c) == pytest.approx(want, rel=1e-12)
     assert rope.commutes(torch.zeros(8, 8)) == 0
-
-
-def test_the_base_of_the_frequencies_is_the_papers():
-    "10,000 wherever it is a default."
-    found = {
-        n: inspect.signature(f).parameters["theta"].default
-        for n, f in vars(rope).items()
-        if inspect.isfunction(f) and "theta" in inspect.signature(f).parameters
-    }
-    assert len(found) > 3 and {
-        x for x in found.values() if x is not inspect.Parameter.empty
-    } == {10000.0}
