@@ -141,10 +141,10 @@ def forked():
     that read them, unbuffered."""
     begun, null = [], os.open(os.devnull, os.O_RDONLY)
 
-    def begin(line, stdin=null):
+    def begin(line):
         (out, into), (err, told) = os.pipe(), os.pipe()
         left = lambda: (os.close(out), os.close(err))
-        begun.append(Forked(line, stdin, into, told, before=left))
+        begun.append(Forked(line, null, into, told, before=left))
         begun[-1].start()
         os.close(into), os.close(told)
         return begun[-1], *(open(x, "rb", buffering=0) for x in (out, err))

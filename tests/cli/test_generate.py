@@ -198,27 +198,16 @@ def test_a_prompt_without_tokens(call, tiny, monkeypatch):
 
 
 def test_a_short_cache_is_told_to_be_larger_and_pays_where_it_says(call, tiny):
-    code, out, err = call(
-        f"generate --model {tiny} --max-new-tokens 4", "--prompt", "Name three whales."
-    )
-    assert (
-        code == 0
-        and "smaller than fp16" not in err
-        and "x larger than fp16: codes take whole tiles of 256 tokens" in err
-    )
+    code, _, err = call(f"generate --model {tiny} --max-new-tokens 4 --prompt Whales")
+    assert code == 0 and "smaller than fp16" not in err
+    assert "x larger than fp16: codes take whole tiles of 256 tokens" in err
     model, _ = load_model(tiny, progress=False)
-    for recipe in ("k3v3", "k4v4"):
-        ratio = lambda n: filled_with(model, recipe, n).report()["ratio_fp16"]
-        cache = filled_with(model, recipe, 16)
-        pays, said = cache.report()["pays_from"], str(cache.report())
-        assert (
-            ratio(pays - 1) < 1 <= ratio(pays)
-            and f"{1 / ratio(16):.2f}x larger than fp16" in said
-            and f"from about {pays:,} tokens on" in said
-        )
+    ratio = lambda n: filled_with(model, "k3v3", n).report()["ratio_fp16"]
+    short = filled_with(model, "k3v3", 16).report()
+    pays = short["pays_from"]
+    assert ratio(pays - 1) < 1 <= ratio(pays) and f"from about {pays:,} tokens" in str(short)
     assert str(TurboQuantCache(model).report()) == "TurboQuantCache: empty"
-    said = str(filled_with(model, "k3v3", 1000).report())
-    assert "larger" not in said and "x smaller than fp16" in said
+    assert "x smaller than fp16" in str(filled_with(model, "k3v3", 1000).report())
 
 
 def filled_with(model, recipe, n):
@@ -226,26 +215,3 @@ def filled_with(model, recipe, n):
     for layer in range(2):
         cache.update(torch.randn(1, 1, n, 32), torch.randn(1, 1, n, 32), layer)
     return cache
-
-
-def test_gradient_checkpointing_is_named(tiny):
-    """transformers takes the cache away in training with checkpointing, with and without
-    gradients: that is refused before anything is computed, whatever the cache was made from. In
-    eval mode nothing is checkpointed, and the cache serves."""
-    taken = "gradient checkpointing takes every cache away"
-    ids = torch.ones(1, 8, dtype=torch.long)
-    model, _ = load_model(tiny, progress=False)
-    model.set_attn_implementation("turboquant")
-    model.gradient_checkpointing_enable()
-    model.train()
-    with pytest.raises(ValueError, match=taken):
-        model(ids, past_key_values=TurboQuantCache(model.config, "k3v3"))
-    cache = TurboQuantCache(model, "k3v3")
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=taken):
-            model(ids, past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    model.eval()
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    assert cache.get_seq_length() == 8

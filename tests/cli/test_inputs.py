@@ -214,12 +214,7 @@ def test_the_head_of_a_gguf_file(tmp_path):
         and not read["head"].tensors
     )
     broken = tmp_path / "broken.gguf"
-    last = max(
-        f.offset + sum(p.nbytes for p in f.parts)
-        for k, f in read["model"].fields.items()
-        if not k.startswith(("GGUF.", "tokenizer."))
-    )
-    for cut in (*range(0, 48), *range(48, last, 997)):
+    for cut in (*range(0, 48), *range(48, len(inputs.gguf_head(tmp_path / "model.gguf")), 199)):
         broken.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match="the file ends inside its head"):
             inputs.gguf_head(broken)

@@ -2,7 +2,6 @@
 theory."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -109,14 +108,16 @@ def test_own_codebook():
 # ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "rotation, scale, table",
-    list(
-        product(
-            ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased"), ("sphere", "uniform")
-        )
-    ),
+    "rotation, scale, table, dtype",
+    [
+        ("hadamard", "norm", "sphere", torch.float16),
+        ("hadamard", "unbiased", "uniform", torch.bfloat16),
+        ("haar", "mse", "uniform", torch.float16),
+        ("haar", "unbiased", "sphere", torch.float32),
+        ("identity", "norm", "uniform", torch.float32),
+        ("identity", "mse", "sphere", torch.bfloat16),
+    ],
 )
 def test_all_specs(rotation, scale, table, dtype, gen):
     for bits, d, scale_dtype in (
@@ -194,18 +195,6 @@ def test_empty(shape):
         c.codes.shape == shape and c.scale.shape == shape[:-1] and decode(q, c).shape == shape
     )
     assert encode(q, torch.zeros(shape), torch.zeros(1, 8)).codes.shape == shape
-
-
-def test_scale_invariance(gen):
-    """A power of two changes the scale by that factor and no code, as long as nothing over- or
-    underflows."""
-    q = Quantizer(Spec(bits=3, scale_dtype="float32"), 64)
-    x = torch.randn(20, 64, generator=gen)
-    want = encode(q, x)
-    for k in (-40, -10, 1, 20, 55):
-        got = encode(q, x * 2.0**k)
-        same(got.codes, want.codes)
-        same(got.scale, want.scale * 2.0**k)
 
 
 def test_fp64_beyond_fp32_is_refused():
@@ -299,16 +288,6 @@ def test_rows_are_decided_each_for_itself():
     plain = Quantizer(Spec(2, rotation="identity"), 16)  # whose middle edge is 0
     x[:, 3] = 0
     assert not decided(plain, x)[:, 3].any() and decided(plain, x)[:, 4:].float().mean() > 0.9
-
-
-def test_a_scale_among_others_that_no_dtype_holds():
-    "The largest of the scales decides, and says its size."
-    x = torch.ones(3, 16)
-    x[1] *= 1e6
-    with pytest.raises(
-        ValueError, match=r"needs a scale of 1e\+06, above the largest torch.float16"
-    ):
-        encode(Quantizer(Spec(4, scale="norm", rotation="identity"), 16), x)
 
 
 def test_a_scale_may_be_as_large_as_its_dtype():

@@ -9,7 +9,6 @@ import torch
 from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode, scalar_codebook
 from turboquant_nb.quant.recipe import Recipe, preset
-from turboquant_nb.quant.residual import SketchedCode, sign_codebook
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook, rates
 from turboquant_nb.theory.codebook import Codebook, lloyd_max, lloyd_max_samples, uniform
@@ -67,16 +66,6 @@ def test_make_quantizer_tables(table, bits):
         assert have == [make(b, 16).to_int8_grid().mse for b in q.codebook.channel_bits]
 
 
-@pytest.mark.parametrize("table", ["sphere", "uniform"])
-def test_make_quantizer_residuals(table):
-    sign = make_quantizer(Spec(bits=3, residual="sign", codebook=table), 16)
-    assert sign.codebook.bits == 3
-    if table == "sphere":
-        assert torch.equal(sign.codebook.levels, sign_codebook(3, 16).to_int8_grid().levels)
-    sketched = make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16)
-    assert isinstance(sketched.code, SketchedCode)
-
-
 @pytest.mark.parametrize("d", [16, 64, 80, 128])
 @pytest.mark.parametrize("table", ["sphere", "uniform"])
 @pytest.mark.parametrize(
@@ -124,19 +113,6 @@ def test_a_vector_of_equal_bits_is_the_plain_code():
     a, b = make_quantizer(Spec(bits=3), 32), make_quantizer(Spec(bits=(3,) * 32), 32)
     for one, other in zip(encode(a, x)[:2], encode(b, x)[:2]):
         assert torch.equal(one, other)
-
-
-def test_calibrated_codebook_through_the_quantizer():
-    d = 16
-    v = 1 / np.arange(1, d + 1)
-    v /= v.mean()
-    bits = allocate_channels(v, 3 * d)
-    book = mixed(tuple(bits.tolist()), std=torch.tensor(v).sqrt().float())
-    q = Quantizer(Spec(rotation="identity", scale="norm"), d, codebook=book)
-    plain = Quantizer(Spec(rotation="identity", scale="norm"), d)
-    x = torch.randn(4000, d, generator=gen()) * book.std
-    error = [float((x - decode(k, encode(k, x))).square().mean()) for k in (q, plain)]
-    assert error[0] < error[1] / 2
 
 
 def test_truncate_of_samples_is_the_conditional_mean():
