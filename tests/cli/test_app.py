@@ -206,15 +206,6 @@ def test_the_name_of_every_option_is_told_to_typer():
                 assert any(name.startswith("--") for name in names), (known.name, x.name)
 
 
-def test_commands_are_listed_by_panel(call):
-    out = call("-h")[1]
-    order = "Use it, demo, generate, Measure it, eval, Calibrate, calibrate, Proteins"
-    places = [out.index(f" {word} ") for word in f"{order}, variants, Recipes".split(", ")]
-    assert places == sorted(places) and all(
-        x in out for x in ("--version", "--install-completion", "--show-completion")
-    )
-
-
 @pytest.mark.parametrize(
     "typed, want",
     [("80 GiB", 80 * 2**30), ("1.5kB", 1500), ("3mb", 3 * 10**6), ("1TiB", 2**40), ("7B", 7)],

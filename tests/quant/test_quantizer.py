@@ -167,24 +167,15 @@ def test_non_contiguous_expanded_and_mean_forms(gen):
     base = torch.randn(2, 30, 4, 24, generator=gen)
     x, dense = base.transpose(1, 2), base.transpose(1, 2).contiguous()
     same(encode(q, x).codes, encode(q, dense).codes)
-    row = torch.randn(1, 1, 1, 24, generator=gen)
-    same(
-        encode(q, row.expand(2, 3, 4, 24)).codes,
-        encode(q, row.expand(2, 3, 4, 24).contiguous()).codes,
-    )
     mean = torch.randn(2, 4, 1, 24, generator=gen).bfloat16()
-    for m in (mean, mean.expand_as(x), mean.expand_as(x).contiguous(), mean.float()):
+    for m in (mean, mean.expand_as(x), mean.float()):
         got = encode(q, x, m)
         same(got.codes, encode(q, dense - mean.float()).codes)
     same(decode(q, got, mean), decode(q, got) + mean.float())
-    same(
-        encode(q, x, mean[:1, :1, 0, :]).codes,
-        encode(q, x, mean[:1, :1].expand(2, 4, 1, 24)).codes,
-    )
-    assert (
-        encode(q, torch.zeros(24)).codes.shape == (24,)
-        and encode(q, torch.zeros(24)).scale.shape == ()
-    )
+    row = mean[:1, :1]
+    same(encode(q, x, row[..., 0, :]).codes, encode(q, x, row.expand(2, 4, 1, 24)).codes)
+    one = encode(q, torch.zeros(24))
+    assert one.codes.shape == (24,) and one.scale.shape == ()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 3, 8)])

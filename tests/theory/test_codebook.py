@@ -277,35 +277,6 @@ def test_levels_that_are_no_table(levels, why):
         codebook.from_levels(torch.tensor(levels))
 
 
-def test_a_tridiagonal_system_and_every_pivot():
-    "Against NumPy; a negative pivot at any place is said."
-    rng = np.random.default_rng(0)
-    for n in (2, 3, 6):
-        diag, off, b = 3 + rng.random(n), rng.random(n - 1), rng.random(n)
-        dense = np.diag(diag) + np.diag(off, 1) + np.diag(off, -1)
-        assert codebook._solve_tridiagonal(diag, off, b) == pytest.approx(
-            np.linalg.solve(dense, b), rel=1e-12
-        )
-        for i in range(n):
-            bad = diag.copy()
-            bad[i] = -5
-            assert codebook._solve_tridiagonal(bad, off * 0.1, b) is None
-    assert codebook._solve_tridiagonal(np.array([0.0, 1.0]), np.zeros(1), np.ones(2)) is None
-
-
-@pytest.mark.parametrize("d", [None, 5, 16])
-def test_newton_starts_at_quantiles_of_the_cube_root(d):
-    "The positive levels halve equal parts of f^(1/3), integrated numerically."
-    from scipy.integrate import quad
-
-    f = lambda t: float(codebook._density(np.array(t), d)) ** (1 / 3)
-    end = 12.0 if d is None else math.sqrt(d)
-    part = [quad(f, 0, y, limit=200)[0] for y in codebook._start(3, d)]
-    assert part == pytest.approx(
-        [(i + 0.5) / 4 * quad(f, 0, end, limit=400)[0] for i in range(4)], rel=1e-6
-    )
-
-
 def test_the_worst_cell_is_split_at_its_mean():
     """Not the farthest from 0, and not the widest: that of the largest squared error; an empty
     cell is dropped first."""
@@ -365,26 +336,6 @@ def test_a_cell_whose_mean_is_its_last_value_is_split_before_it():
     assert codebook._refill(np.array([0, 1, 3]), z, sums, 3).tolist() == [0, 1, 2, 3]
 
 
-def test_groups_of_many_samples_halve_the_cube_root_of_their_density():
-    """With as many runs as groups the groups are seen; each holds an equal part of the sum of
-    f^(1/3) dz, in plain loops."""
-    g = np.random.default_rng(0)
-    z, w = np.sort(g.standard_normal(900)), g.random(900) + 0.1
-    z, w = (z - z.mean()) / np.ptp(z), w / w.sum()
-    sums = [np.append(0.0, np.cumsum(a)) for a in (w, w * z, w * z * z)]
-    got = codebook._first_cut(z, w, sums, 8, groups=8)
-    at = [0.0]
-    for i in range(899):
-        dz = z[i + 1] - z[i]
-        at.append(at[-1] + ((w[i] + w[i + 1]) / 2 / dz) ** (1 / 3) * dz)
-    want = [
-        0,
-        *(next(i for i, a in enumerate(at) if a >= j / 8 * at[-1]) for j in range(1, 8)),
-        900,
-    ]
-    assert got.tolist() == want
-
-
 def test_samples_far_from_zero_are_coded_as_those_about_it():
     "`x - mean`, not `x + mean`: squares of 2^22 times the spread would hold no digit of it."
     g = torch.Generator().manual_seed(0)
@@ -394,25 +345,6 @@ def test_samples_far_from_zero_are_coded_as_those_about_it():
         assert far.levels64 - 2.0**21 == pytest.approx(
             near.levels64, abs=1e-8
         ) and far.mse == pytest.approx(near.mse, rel=1e-6)
-
-
-def test_the_sums_of_samples_are_of_their_powers(monkeypatch):
-    """`w z z`, not `w z`: the best partition does not depend on the third sum, which cell is
-    split next does."""
-    seen = []
-    first = codebook._first_cut
-    monkeypatch.setattr(
-        codebook,
-        "_first_cut",
-        lambda z, w, sums, *more: seen.append((z, w, sums)) or first(z, w, sums, *more),
-    )
-    codebook.lloyd_max_samples(torch.randn(99, generator=torch.Generator().manual_seed(0)), 2)
-    ((z, w, sums),) = seen
-    assert abs((w * z).sum()) < 1e-12 and np.ptp(z) == pytest.approx(1)
-    for power, s in enumerate(sums):
-        assert s == pytest.approx(
-            [math.fsum(w[:i] * z[:i] ** power) for i in range(100)], abs=1e-13
-        )
 
 
 def test_tables_cannot_be_written():
@@ -455,18 +387,6 @@ def test_levels_are_symmetric_to_a_millionth_of_the_largest():
         codebook.from_levels(y + 4e-7 * size)
         with pytest.raises(ValueError, match="symmetric"):
             codebook.from_levels(y + 6e-7 * size)
-
-
-def test_levels_out_of_order_have_no_distortion():
-    "Newton's step is halved until they are in order, and on the support."
-    for y in ([1.0, 0.9], [0.5, 0.5], [-0.1, 1.0], [0.0, 1.0]):
-        assert (
-            codebook._mse_at(np.array(y), 16) == codebook._mse_at(np.array(y), None) == math.inf
-        )
-    assert (
-        codebook._mse_at(np.array([1.0, 4.0]), 16) == math.inf
-        and 0 < codebook._mse_at(np.array([0.5, 1.5]), 16) < 1
-    )
 
 
 def test_negative_weights_are_refused():

@@ -11,7 +11,6 @@ from turboquant_nb.theory.rope import (
     commutant_part,
     commutes,
     pairing_permutation,
-    plane_channels,
     plane_matrix,
     rope_angles,
     rope_frequencies,
@@ -100,23 +99,6 @@ def test_scale_and_gradient():
     ) and torch.equal(y[:, 4:], x[:, 4:])
     apply_rope(x, torch.arange(3)).square().sum().backward()
     assert torch.allclose(x.grad, 2 * x.detach())  # an isometry
-
-
-def test_callers_defaults_do_not_matter():
-    want = rope_angles(5, 8), plane_matrix(torch.ones(2), torch.zeros(2))
-    with torch.device("meta"):
-        assert torch.equal(rope_frequencies(8), rope_frequencies(8).cpu())
-        assert torch.equal(plane_channels(8)[0], torch.arange(4, device="cpu"))
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(
-                want, (rope_angles(5, 8), plane_matrix(torch.ones(2), torch.zeros(2)))
-            )
-        )
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def test_bad_input_is_named():

@@ -189,23 +189,13 @@ def test_to_and_copies():
 def test_forms():
     want = {
         1: "sylvester",
-        2: "sylvester",
-        16: "sylvester",
-        64: "sylvester",
         128: "sylvester",
-        256: "sylvester",
         12: "paley",
-        20: "paley",
-        28: "paley",
         36: "paley",
         24: "kronecker",
-        80: "kronecker",
-        96: "kronecker",
         112: "kronecker",
-        144: "kronecker",
         3: "block",
         52: "block",
-        90: "block",
         127: "block",
     }
     assert {d: hadamard_form(d) for d in want} == want

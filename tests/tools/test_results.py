@@ -1,8 +1,8 @@
 """Records of measurements: code that is not committed is refused and named, rows keep their
 commit, and the files of this repository obey."""
 
-import ast
 import json
+import re
 import subprocess
 from argparse import ArgumentParser
 from pathlib import Path
@@ -296,11 +296,7 @@ def test_every_script_that_measures_takes_the_one_path():
         parses = ROOT / "scripts" / "run.py" if path.name == "plan.py" else path
         assert "results.parse(p" in parses.read_text(encoding="utf-8"), path
         assert "p.parse_args(" not in text and "results.record(" not in text, path
-        saves = [
-            [ast.unparse(x) for x in call.args]
-            for call in ast.walk(ast.parse(text))
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "results.save"
-        ]
+        saves = re.findall(r"results\.save\(([^()]*)\)", text)
         assert all("a.draft" in args for args in saves), path
 
 
