@@ -56,7 +56,6 @@ def test_recipe_options_and_file(call, tmp_path):
             {"64": 3.375, "128": 3.1875},
             "3.375 at d = 64 and 3.1875 at d = 128",
         ),  # the keys' second number
-        (Recipe(residual="sign"), 3, {"64": 3.25, "128": 3.125}, "3.25 at d = 64"),
         (
             Recipe(Spec((4, 2) * 8), Spec((1,) * 16)),
             2,

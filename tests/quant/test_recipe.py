@@ -52,23 +52,10 @@ def test_residual_shorthand():
         ("rescale", dict(scale="unbiased")),
     ):
         r = Recipe(base.key, base.value, 1, 2, residual=name)
-        assert (
-            r
-            == replace(base, key=replace(base.key, **key))
-            == replace(base, residual=name)
-            == as_recipe(r)
-        )
-        assert (
-            Recipe.from_json(r.to_json()) == r == replace(r, recent=2)
-            and "decay" in r.to_json()
-        )
-        body = {
-            "key": asdict(base.key),
-            "value": asdict(base.value),
-            "sinks": 1,
-            "recent": 2,
-            "residual": name,
-        }
+        assert r == replace(base, key=replace(base.key, **key)) == as_recipe(r)
+        assert Recipe.from_json(r.to_json()) == r == replace(base, residual=name)
+        sides = {"key": asdict(base.key), "value": asdict(base.value)}
+        body = sides | {"sinks": 1, "recent": 2, "residual": name}
         assert Recipe.from_json(json.dumps(body)) == r
     assert Recipe(Spec(4, residual="sign"), Spec(), residual="none").key.residual == "none"
     assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(

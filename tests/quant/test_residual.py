@@ -112,41 +112,28 @@ def test_sign_table_refuses_bases():
 
 # --- unbiased by scale
 # ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("d", (2, 5, 16, 64))
-@pytest.mark.parametrize("bits", (1, 2, 3, 4))
-@pytest.mark.parametrize("table", ("sphere", "uniform"))
-def test_mirrored_rotations_average_to_the_vector(bits, d, table, gen):
+@pytest.mark.parametrize(
+    "d, bits, table, residual, scale, good",
+    (
+        (2, 1, "sphere", "none", "unbiased", True),
+        (5, 4, "uniform", "none", "unbiased", True),
+        (64, 2, "uniform", "none", "unbiased", True),
+        (64, 3, "sphere", "none", "unbiased", True),
+        (32, 3, "sphere", "sign", "unbiased", True),
+        (32, 3, "sphere", "sign", "mse", False),  # the mutant
+    ),
+)
+def test_mirrored_rotations_average_to_the_vector(d, bits, table, residual, scale, good, gen):
     x = torch.randn(d, generator=gen).exp()
     rotation = make_rotation("haar", d, seed=bits)
-    mirror = 2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - torch.eye(
-        d, dtype=torch.float64
-    )
+    eye = torch.eye(d, dtype=torch.float64)
+    mirror = 2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - eye
     twin = make_rotation("matrix", d, matrix=(rotation.matrix.double() @ mirror).float())
-    spec = Spec(bits=bits, codebook=table, scale="unbiased", scale_dtype="float32")
-    both = [
-        decode(q, encode(q, x))
-        for q in (Quantizer(spec, d, rotation=r) for r in (rotation, twin))
-    ]
-    assert float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5
-
-
-def test_mirror_holds_for_the_sign_residual_too(gen):
-    d = 32
-    x = torch.randn(d, generator=gen)
-    rotation = make_rotation("haar", d)
-    twin = make_rotation(
-        "matrix", d, matrix=rotation.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d))
-    )
-    for scale, good in (("unbiased", True), ("mse", False)):
-        spec = Spec(bits=3, residual="sign", scale=scale, scale_dtype="float32")
-        both = [
-            decode(q, encode(q, x))
-            for q in (
-                Quantizer(spec, d, rotation=r, codebook=sign_codebook(3, d))
-                for r in (rotation, twin)
-            )
-        ]
-        assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
+    spec = Spec(bits, codebook=table, residual=residual, scale=scale, scale_dtype="float32")
+    book = sign_codebook(bits, d) if residual == "sign" else None
+    quantizers = (Quantizer(spec, d, rotation=r, codebook=book) for r in (rotation, twin))
+    both = [decode(q, encode(q, x)) for q in quantizers]
+    assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
 
 
 @pytest.mark.parametrize("mean_shape", ((64,), (3, 1, 64), (3, 10, 64)))
