@@ -66,7 +66,7 @@ def test_make_quantizer_tables(table, bits):
         assert have == [make(b, 16).to_int8_grid().mse for b in q.codebook.channel_bits]
 
 
-@pytest.mark.parametrize("d", [16, 64, 80, 128])
+@pytest.mark.parametrize("d", [16, 80])
 @pytest.mark.parametrize("table", ["sphere", "uniform"])
 @pytest.mark.parametrize(
     "spec",
@@ -96,15 +96,6 @@ def test_every_table_is_snapped(spec, table, d):
                 grid.levels, best.int8().levels
             )
     codes = q.codebook.encode(torch.randn(50, d, generator=gen()))
-    cut = (
-        truncate(q.codebook)
-        if q.codebook.bits > 1 and not isinstance(q.codebook, MixedCodebook)
-        else None
-    )
-    assert cut is None or (
-        cut.grid is None
-        and torch.equal(cut.encode(torch.zeros(1)), q.codebook.encode(torch.zeros(1)) >> 1)
-    )
     assert q.codebook.decode(codes).shape == codes.shape
 
 

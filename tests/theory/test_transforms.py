@@ -153,28 +153,6 @@ def test_nearly_symmetric_is_symmetric():
     assert transforms.best_metric(-x, torch.eye(3)[None]).isfinite().all()
 
 
-def test_heads_know_nothing_of_each_other():
-    "A head of tiny energy beside one of large energy has the metric that it has alone."
-    m, c = moments_of(2, 4, seed=11), moments_of(2, 4, seed=12)
-    m[1], c[1] = m[1] * 1e-20, c[1] * 1e-20
-    p = transforms.best_metric(m, c, 0.0)
-    for h in (0, 1):
-        alone = transforms.best_metric(m[h : h + 1], c[h : h + 1], 0.0)
-        torch.testing.assert_close(p[h : h + 1], alone, rtol=1e-9, atol=0)
-
-
-def test_the_best_scales_are_the_fourth_root_of_the_ratio_to_powers_of_two():
-    """Where the ratios are powers of 16 the rounding is exact, up to one factor for the head:
-    (E q² / E k²)^¼ of the pair's sums."""
-    power = torch.tensor([[3.0, -1.0, 0.0, 2.0]]).double()
-    m, c = 16.0**power, torch.ones(1, 4).double()
-    scales = transforms.best_scales(m, c, 0)
-    ratio = scales.double() / 2.0**power
-    assert scales.dtype == torch.float32 and (ratio == ratio[0, 0]).all()
-    scales = transforms.best_scales(c, m, 0)
-    assert ((scales * 2.0**power).unique()).numel() == 1
-
-
 def test_scales_of_a_pair_are_one():
     """Channels i and i + r/2 are rotated together, so they share the mean of their energies;
     channels that RoPE leaves alone have their own."""
