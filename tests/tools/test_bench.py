@@ -6,6 +6,7 @@ import ast
 import importlib
 import itertools
 import os
+import platform
 import runpy
 import subprocess
 import sys
@@ -123,6 +124,7 @@ def test_packages_of_others_are_measured_apart(measured, tmp_path, monkeypatch):
 
         wait = lambda self: 0
 
+    platform.processor()  # asks a process of its own, once
     monkeypatch.setattr(subprocess, "Popen", Here)
     words = "--layers 2 --windows 2 --length 112 --prompt 106 --protocols decode --only "
     words += "turboquant==0.2.0"

@@ -2,7 +2,6 @@
 commit, and the files of this repository obey."""
 
 import json
-import re
 import subprocess
 from argparse import ArgumentParser
 from pathlib import Path
@@ -276,28 +275,6 @@ def test_every_file_of_results_is_of_committed_code():
             assert results.load(path, draft=True)["draft"], path
             drafts.add(str(path.relative_to(ROOT / "results")))
     assert drafts == DRAFTS
-
-
-@pytest.mark.skipif(not FILES, reason="results/ is not beside the tests")
-def test_every_script_that_measures_takes_the_one_path():
-    found = [
-        path
-        for path in sorted((ROOT / "scripts").rglob("*.py"))
-        if any(
-            call in path.read_text(encoding="utf-8")
-            for call in ("results.write(", "results.save(")
-        )
-    ]
-    names = {path.relative_to(ROOT / "scripts").as_posix() for path in found}
-    assert names >= {"plan.py", "tools/tune.py"}
-    assert not any(name.startswith(("bench/", "eval/")) for name in names), "run.py does"
-    for path in found:
-        text = path.read_text(encoding="utf-8")
-        parses = ROOT / "scripts" / "run.py" if path.name == "plan.py" else path
-        assert "results.parse(p" in parses.read_text(encoding="utf-8"), path
-        assert "p.parse_args(" not in text and "results.record(" not in text, path
-        saves = re.findall(r"results\.save\(([^()]*)\)", text)
-        assert all("a.draft" in args for args in saves), path
 
 
 @pytest.mark.parametrize(
