@@ -266,7 +266,6 @@ def test_a_table_of_given_levels_is_that_table(d):
     "levels, why",
     [
         ([-1.0, 0.0, 1.0], "2..bits"),
-        ([[-1.0, 1.0]], "2..bits"),
         ([-1.0, 1.0, -1.0, 1.0], "ascending"),
         ([-1.0, -1.0, 1.0, 1.0], "ascending"),
         ([-2.0, -1.0, 1.0, 3.0], "symmetric"),

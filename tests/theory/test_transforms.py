@@ -201,7 +201,6 @@ def test_a_channel_that_nobody_reads_keeps_the_scale_of_the_middle():
         (torch.ones(4), torch.ones(4), 0, r"got \[4\], \[4\] and 0"),
         (torch.ones(1, 4), torch.ones(1, 5), 0, "alike"),
         (torch.ones(1, 4), torch.ones(1, 4), 5, "and 5"),
-        (torch.ones(1, 4), torch.ones(1, 4), -1, "and -1"),
         (torch.tensor([[1.0, -1]]), torch.ones(1, 2), 2, "queries must be .* not negative"),
         (torch.ones(1, 2), torch.tensor([[-1.0, 1]]), 2, "keys must be .* not negative"),
         (torch.ones(1, 4) * torch.inf, torch.ones(1, 4), 4, "queries must be finite"),

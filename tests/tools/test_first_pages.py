@@ -505,7 +505,7 @@ def test_recipes_of_the_guide_are_recipes():
     for word in ("none", "sign", "prod", "rescale"):
         assert f'"{word}"' in GUIDE_TEXT and Recipe(residual=word).key
     assert {*re.findall(r"`(k\dv\d(?:-\w+)?)`", GUIDE_TEXT)} <= PRESETS.keys()
-    assert inputs.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in inputs.RECIPE
+    assert ", ".join(PRESETS) in inputs.RECIPE
     for name in ("k2v2", "k3v3"):
         assert f"`{name}-trellis`" in GUIDE_TEXT
         small, table = preset(f"{name}-trellis"), preset(name)
