@@ -142,7 +142,7 @@ def test_all_specs(rotation, scale, table, dtype, gen):
         same(q.rotation.inverse(decode_rotated(q, c)), decode(q, c))
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 5, 16, 24, 63, 80, 127, 320])
+@pytest.mark.parametrize("d", [1, 2, 5, 63, 320])
 def test_any_head_size(d, gen):
     for table in ("sphere", "uniform"):
         q = Quantizer(Spec(bits=4, codebook=table), d)

@@ -45,7 +45,7 @@ def test_affine_is_the_best_step(bits, d):
         assert (m2 - 2 * k * s * m1 + (k * s) ** 2 * m0).sum() >= cb.mse - 1e-12
 
 
-@pytest.mark.parametrize("d", (2, 3, 4, 7, 64, 1000))
+@pytest.mark.parametrize("d", (2, 3, 7, 1000))
 def test_law(d):
     t = np.linspace(-1.2, 1.2, 241)
     cdf = coordinate_cdf(t, d)

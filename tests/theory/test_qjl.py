@@ -64,20 +64,7 @@ def terms(kind, q, r, m, n):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "m,d",
-    [
-        (1, 1),
-        (3, 1),
-        (1, 8),
-        (7, 8),
-        (8, 8),
-        (9, 8),
-        (40, 16),
-        (130, 64),
-        (5, 96),
-        (100, 80),
-        (31, 23),
-    ],
+    "m,d", [(1, 1), (3, 1), (1, 8), (7, 8), (9, 8), (130, 64), (100, 80), (31, 23)]
 )
 def test_matrix(kind, m, d):
     S = sketch_matrix(m, d, kind, seed=3)
