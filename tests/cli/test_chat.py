@@ -235,16 +235,17 @@ class Terminal:
 
     def stops(self):
         """Exit code after Ctrl-C at the prompt, pressed again after a warning, and when nothing
-        happens for ten seconds, as a person would.
+        happens for three seconds, as a person would.
 
         CPython's input() with readline writes the prompt and then waits in select(): a signal
         between the two is seen at the next key only (on a busy machine 3 of 3,000).
         """
-        for _ in range(6):
+        for _ in range(20):
+            time.sleep(0.1)
             self.type("\x03")
             with suppress(AssertionError):
                 warned = "again ends without it"
-                if warned not in self.until(f"{warned}(?s:.*)> ", 10):
+                if warned not in self.until(f"{warned}(?s:.*)> ", 3):
                     return self.process.ends(10)  # the other side is closed
         raise AssertionError(f"Ctrl-C does not end it: {self.seen[-400:]!r}")
 
