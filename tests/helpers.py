@@ -565,6 +565,7 @@ def attended_store(
     scale_dtype="float16",
     table="sphere",
     decay=0,
+    base=10000.0,
 ):
     "A query, a store with T tokens, and the last m of them exact."
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -582,7 +583,7 @@ def attended_store(
         recent=win,
     )
     inv_freq = (
-        10000.0 ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
+        base ** (-torch.arange(0, rotary or d, 2) / (rotary or d))
         if center == "pre_rope"
         else None
     )
