@@ -28,9 +28,9 @@ interpreter.quicken()
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin
 # with: no long file is left for the end.
 LONGEST = (
-    "encode_kernel cells hf chat bench decode_kernel hf_graphs models hf_model viterbi "
-    "way calibrate hf_kernels app esm hf_static answers architectures "
-    "apple store attention generation hf_system hf_random evaluate"
+    "hf encode_kernel hf_kernels hf_model cpu decode_kernel harness hf_graphs hf_vision "
+    "models compiled cells ops hf_random broken_off evaluate way viterbi step hf_static "
+    "calibrate readme bench pair_scale targets"
 ).split()
 
 

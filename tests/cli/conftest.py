@@ -2,6 +2,7 @@
 process, and how a refusal looks."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -109,6 +110,49 @@ def shell(*argv, program=PROGRAM, **env):
     "The program, or another one, in a process of its own; what subprocess.run gives."
     ask = [sys.executable, "-c", program, *map(str, argv)]
     return subprocess.run(ask, capture_output=True, text=True, env=os.environ | env)
+
+
+class Forked(multiprocessing.get_context("fork").Process):
+    """The program in a copy of this process, which has imported what takes seconds; it reads
+    and writes three descriptors. `before` is called there first."""
+
+    def __init__(self, line, *streams, before=lambda: None):
+        super().__init__()
+        self.line, self.streams, self.before = line, streams, before
+
+    def run(self):
+        self.before()
+        for i, stream in enumerate(self.streams):
+            os.dup2(stream, i)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
+        code = cli.main(self.line.split())
+        sys.stdout.flush()  # as at the end of Python
+        sys.exit(code)
+
+    def ends(self, seconds=120):
+        "The exit code."
+        self.join(seconds)
+        return self.exitcode
+
+
+@pytest.fixture
+def forked():
+    """Begin a command line whose standard output and error are pipes; the process, and files
+    that read them, unbuffered."""
+    begun, null = [], os.open(os.devnull, os.O_RDONLY)
+
+    def begin(line):
+        (out, into), (err, told) = os.pipe(), os.pipe()
+        left = lambda: (os.close(out), os.close(err))
+        begun.append(Forked(line, null, into, told, before=left))
+        begun[-1].start()
+        os.close(into), os.close(told)
+        return begun[-1], *(open(x, "rb", buffering=0) for x in (out, err))
+
+    yield begin
+    os.close(null)
+    for process in begun:
+        process.kill()
 
 
 @pytest.fixture(scope="session")

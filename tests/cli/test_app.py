@@ -2,6 +2,7 @@
 command is a file."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -64,40 +65,40 @@ def test_the_commands_are_the_files_of_the_folder():
     assert {"calibrate", "chat", "demo", "generate", "plan", "serve", "web"} <= known
 
 
-@pytest.mark.parametrize(
-    "lines, code, heavy",
-    [
-        (["--help", "recipe --help"], 0, "torch transformers numpy scipy"),
-        (["generate", "generate --file none", "generate --prompt="], 2, "torch transformers"),
-        (["generate --prompt x --device abacus"], 2, "transformers"),
-        (
-            # a wrong recipe in every command that takes one, also behind a right one
-            [
-                f"{line} k9v9"
-                for line in (
-                    "generate --prompt x --recipe",
-                    "chat --recipe",
-                    "demo --recipes k3v3",
-                    "plan --model embedded --recipe k3v3",
-                    "eval ppl --recipe k3v3",
-                    "eval ppl --against dense",
-                    "serve nothing --recipe",
-                    "recipe",
-                    "web --recipe",
-                )
-            ],
-            2,
-            "torch transformers",
-        ),
-    ],
+SAID_AT_ONCE = (  # lines, exit code, and what is not loaded for them
+    (["--help", "recipe --help"], 0, "torch transformers numpy scipy"),
+    (["generate", "generate --file none", "generate --prompt="], 2, "torch transformers"),
+    (
+        # a wrong recipe in every command that takes one, also behind a right one
+        [
+            f"{line} k9v9"
+            for line in (
+                "generate --prompt x --recipe",
+                "chat --recipe",
+                "demo --recipes k3v3",
+                "plan --model embedded --recipe k3v3",
+                "eval ppl --recipe k3v3",
+                "eval ppl --against dense",
+                "serve nothing --recipe",
+                "recipe",
+                "web --recipe",
+            )
+        ],
+        2,
+        "torch transformers",
+    ),
+    (["generate --prompt x --device abacus"], 2, "transformers"),
 )
-def test_what_is_said_at_once_loads_nothing_heavy(lines, code, heavy):
+
+
+def test_what_is_said_at_once_loads_nothing_heavy():
     "A slip of the finger is told before the seconds that importing torch takes."
     program = (
         "import sys; from turboquant_nb.cli import main\n"
-        f"codes = [main(line.split()) for line in {lines!r}]\n"
-        f"loaded = set({heavy.split()!r}) & set(sys.modules)\n"
-        f"sys.exit(str((codes, loaded)) if set(codes) != {{{code}}} or loaded else 0)"
+        f"for lines, code, heavy in {SAID_AT_ONCE!r}:\n"
+        "    codes = {main(line.split()) for line in lines}\n"
+        "    if codes != {code} or set(heavy.split()) & set(sys.modules):\n"
+        "        sys.exit(str((lines, codes, heavy)))"
     )
     done = shell(program=program)
     assert not done.returncode, done.stderr
@@ -129,22 +130,18 @@ def test_a_command_of_commands_alone_shows_its_help(call, line):
 
 
 @pytest.mark.parametrize(
-    "argv, options",
+    "line, options",
     [
-        (["demo"], ["--new-tokens N", "--score-tokens N", "--calibration FILE_OR_HUB_ID"]),
-        ([], ["--install-completion", "generate"]),
-        (["eval", "ppl"], ["--windows N"]),
+        ("demo", ["--new-tokens N", "--score-tokens N", "--calibration FILE_OR_HUB_ID"]),
+        ("", ["--install-completion", "generate"]),
     ],
 )
-def test_help_of_a_narrow_terminal_names_every_option(argv, options):
+def test_help_of_a_narrow_terminal_names_every_option(call, monkeypatch, line, options):
     "At 40 columns panels showed --new-to… and --calibr…."
-    done = shell(*argv, "--help", COLUMNS="40")
-    assert (
-        done.returncode == 0
-        and all(x in done.stdout for x in options)
-        and not re.search("--[a-z-]*…", done.stdout)
-    ), done.stdout
-    assert "\n\nexample:" in done.stdout
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, _ = call(f"{line} --help")
+    assert code == 0 and all(x in out for x in options) and not re.search("--[a-z-]*…", out)
+    assert "\n\nexample:" in out
 
 
 MODEL, SHARED = "--model --dtype --device", "--json --quiet -q --debug --help -h"
@@ -209,50 +206,20 @@ def test_the_name_of_every_option_is_told_to_typer():
                 assert any(name.startswith("--") for name in names), (known.name, x.name)
 
 
-def test_commands_are_listed_by_panel(call):
-    out = call("-h")[1]
-    order = "Use it, demo, generate, Measure it, eval, Calibrate, calibrate, Proteins"
-    places = [out.index(f" {word} ") for word in f"{order}, variants, Recipes".split(", ")]
-    assert places == sorted(places) and all(
-        x in out for x in ("--version", "--install-completion", "--show-completion")
-    )
-
-
 @pytest.mark.parametrize(
     "typed, want",
-    [
-        ("24GB", 24 * 10**9),
-        ("80 GiB", 80 * 2**30),
-        ("1.5kB", 1500),
-        ("2KiB", 2048),
-        ("3mb", 3 * 10**6),
-        ("3MiB", 3 * 2**20),
-        ("1T", 10**12),
-        ("1TiB", 2**40),
-        ("7B", 7),
-    ],
+    [("80 GiB", 80 * 2**30), ("1.5kB", 1500), ("3mb", 3 * 10**6), ("1TiB", 2**40), ("7B", 7)],
 )
 def test_sizes_as_people_write_them(typed, want):
     assert conventions.size(typed) == want
 
 
-@pytest.mark.parametrize("typed", ["24", "GB", "1.GB", "-1GB", "1PB", "iB", "1 0GB", ""])
-def test_what_is_no_size(typed):
-    with pytest.raises(typer.BadParameter, match="expected a number and a unit such as 24GB"):
-        conventions.size(typed)
-
-
 def test_bytes_for_a_person():
     for n, want in (
-        (0, "0 bytes"),
         (999_999, "999,999 bytes"),
         (10**6, "1 MB"),
         (1_234_000, "1.23 MB"),
-        (10**9, "1 GB"),
         (45_600_000_000, "45.6 GB"),
-        (10**12, "1 TB"),
-        (999 * 10**12, "999 TB"),
-        (1000 * 10**12, "1,000 TB"),
         (12_345 * 10**12, "12,345 TB"),
     ):
         assert conventions.in_words(n) == want
@@ -286,43 +253,39 @@ def test_several_values(typed, want):
 
 def test_typer_is_not_asked_to_draw_errors():
     "From a shell, with colours forced: one line and no box."
-    for line in ("dance", "recipe k9v9", "demo --bogus"):
-        done = shell(*line.split(), FORCE_COLOR="1", COLUMNS="60")
-        refused((done.returncode, done.stdout, done.stderr))
-        assert "\x1b" not in done.stderr and "│" not in done.stderr
+    done = shell("demo", "--bogus", FORCE_COLOR="1", COLUMNS="60")
+    refused((done.returncode, done.stdout, done.stderr))
+    assert "\x1b" not in done.stderr and "│" not in done.stderr
+
+
+COMPLETED = (
+    ("turboquant rec", ["recipe"]),
+    ("turboquant eval ", ["attention", "logits", "ppl"]),
+    ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
+    ("turboquant generate --attention s", ["sdpa"]),
+    ("turboquant demo --recipes --js", ["--json"]),
+)
+COMPLETES = """
+import io, json, os, sys
+from contextlib import redirect_stdout
+from turboquant_nb.cli import main
+found = []
+for line in json.loads(sys.argv[1]):
+    at = str(len(line.split(" ")) - 1)
+    os.environ |= dict(_TURBOQUANT_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=at)
+    with redirect_stdout(io.StringIO()) as out:
+        assert main([]) == 0
+    found.append(out.getvalue().split())
+print(json.dumps(found))
+sys.exit(sorted({"torch", "transformers", "numpy"} & set(sys.modules)) or 0)
+"""
 
 
 def test_completion_is_quick_and_needs_no_torch():
     "A shell asks; the answer loads nothing heavy, also behind an option of several values."
-    code = (
-        "import sys; from turboquant_nb.cli import main; code = main([]); heavy = {'torch', "
-        "'transformers', 'numpy'} & set(sys.modules); sys.exit(code or sorted(heavy) or 0)"
-    )
-    for line, want in (
-        ("turboquant rec", ["recipe"]),
-        ("turboquant eval ", ["attention", "logits", "ppl"]),
-        ("turboquant eval ppl --recipe k3v3 k4v4 --ag", ["--against"]),
-        ("turboquant generate --attention s", ["sdpa"]),
-        ("turboquant demo --recipes --js", ["--json"]),
-    ):
-        at = str(len(line.split(" ")) - 1)
-        ask = dict(_TURBOQUANT_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=at)
-        done = shell(program=code, **ask)
-        assert (done.returncode, done.stdout.split(), done.stderr) == (0, want, "")
-
-
-def processor_seconds(code):
-    "Time of the processor, which other programs do not change; the best of three."
-    probe = f"import sys, time\n{code}\nprint(time.process_time(), file=sys.stderr)"
-    runs = [shell(program=probe) for _ in range(3)]
-    return min(float(done.stderr.split()[-1]) for done in runs)
-
-
-def test_help_answers_within_half_a_second():
-    took = processor_seconds(
-        "from turboquant_nb.cli import main; main(['--help'])"
-    ) - processor_seconds("pass")
-    assert took < 0.5
+    done = shell(json.dumps([line for line, _ in COMPLETED]), program=COMPLETES)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [want for _, want in COMPLETED]
 
 
 def test_failures_inside(call, tiny, monkeypatch):
@@ -346,20 +309,21 @@ def test_failures_inside(call, tiny, monkeypatch):
         cli.main([*ask.split(), "--debug"])
 
 
-def test_a_closed_pipe_is_quiet(tiny):
-    code = (
-        "from turboquant_nb.cli import main; import sys; sys.exit(main(['generate', '--model', "
-        f"{tiny!r}, '--prompt', 'Call me', '--max-new-tokens', '64', '--quiet']))"
-    )
+def test_a_closed_pipe_is_quiet():
     child = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", PROGRAM, "--help"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     child.stdout.close()
     assert (child.stderr.read(), child.wait()) == ("", 1)
+
+
+def test_a_pipe_that_closes_while_a_command_writes_is_quiet(tiny, forked):
+    process, out, err = forked(f"generate --model {tiny} --prompt x --quiet --max-new-tokens 9")
+    out.close()
+    assert (err.read(), process.ends()) == (b"", 1)
 
 
 @pytest.mark.parametrize(
@@ -367,10 +331,7 @@ def test_a_closed_pipe_is_quiet(tiny):
     [
         ("recipe k3v3 >&-", 1, "turboquant: standard output is closed\n"),
         ("--version >&-", 1, "turboquant: standard output is closed\n"),
-        ("recipe k3v3 >/dev/full", 1, "No space left"),
-        ("recipe --help >/dev/full", 1, "No space left"),
         ("--version >/dev/full", 1, "No space left"),
-        ("recipe k3v3 --quiet 2>&-", 0, ""),
         ("recipe k9v9 2>&-", 2, ""),
     ],
 )

@@ -34,50 +34,38 @@ def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_pat
     assert code == 0 and "map-" in json.dumps(json.loads(out)["cache"]["recipe"])
 
 
-def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path):
-    "With key transforms and without; a budget needs layers that were measured."
-    shared = f"--model {plain} --quiet --json"
-    for more, maps in (("--no-maps", False), ("", True)):
-        file = tmp_path / f"layers{maps}.safetensors"
-        ask = f"calibrate --windows 1 --length 64 --out {file} --layers {shared} {more}"
-        code, out, _ = call(ask)
-        about = json.loads(out)
-        assert (
-            code == 0 and about["losses"]["bits"] == [2, 3, 4] and bool(about["nbytes"]) == maps
-        )
-        assert (
-            len(about["losses"]["key"])
-            == len(about["losses"]["value"])
-            == about["about"]["layers"]
-        )
-        with_file = f"{shared} --calibration {file} --budget 2.5"
-        code, out, _ = call(f"generate --max-new-tokens 3 --prompt a {with_file}")
-        said = json.loads(out)["cache"]["recipe"]
-        recipes = (
-            [json.loads(x) for x in said] if isinstance(said, list) else [said]
-        )  # one that all layers share
-        bits = [r[side]["bits"] for r in recipes for side in ("key", "value")]
-        assert (
-            code == 0
-            and sum(bits) == 2.5 * len(bits)
-            and ("map-" in json.dumps(recipes)) == maps
-        )
-        code, out, _ = call(f"eval ppl --recipe k2v2 {SHORT} {with_file}")
-        names = [r["cache"] for r in json.loads(out)["rows"]]
-        assert (
-            code == 0
-            and ("k2v2 + transforms at 2.5 bits" if maps else "k2v2 at 2.5 bits") in names
-        )
-    unmeasured = tmp_path / "maps.safetensors"
-    assert call(f"calibrate --windows 1 --length 64 --out {unmeasured} {shared}")[0] == 0
-    for more, says in (
-        (f"--calibration {file} --budget 5", "budget must be from 2 to 4"),
-        (
-            f"--calibration {unmeasured} --budget 2.5",
-            "a budget needs layers that were measured",
-        ),
-    ):
-        refused(call(f"generate --prompt a --model {plain} --quiet {more}"), says)
+@pytest.mark.parametrize("more, maps", [("--no-maps", False), ("", True)])
+def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path, more, maps):
+    "With key transforms and without."
+    shared, file = f"--model {plain} --quiet --json", tmp_path / "layers.safetensors"
+    ask = f"calibrate --windows 1 --length 64 --out {file} --layers {shared} {more}"
+    code, out, _ = call(ask)
+    about = json.loads(out)
+    losses, layers = about["losses"], about["about"]["layers"]
+    assert code == 0 and losses["bits"] == [2, 3, 4] and bool(about["nbytes"]) == maps
+    assert len(losses["key"]) == len(losses["value"]) == layers
+    with_file = f"{shared} --calibration {file} --budget 2.5"
+    code, out, _ = call(f"generate --max-new-tokens 3 --prompt a {with_file}")
+    said = json.loads(out)["cache"]["recipe"]  # one that all layers share, or a list
+    recipes = [json.loads(x) for x in said] if isinstance(said, list) else [said]
+    bits = [r[side]["bits"] for r in recipes for side in ("key", "value")]
+    assert code == 0 and sum(bits) == 2.5 * len(bits)
+    assert ("map-" in json.dumps(recipes)) == maps
+    code, out, _ = call(f"eval ppl --recipe k2v2 {SHORT} {with_file}")
+    names = [r["cache"] for r in json.loads(out)["rows"]]
+    assert code == 0 and f"k2v2{' + transforms' * maps} at 2.5 bits" in names
+    refused(
+        call(f"generate --prompt a --model {plain} --quiet --calibration {file} --budget 5"),
+        "budget must be from 2 to 4",
+    )
+
+
+def test_a_budget_needs_layers_that_were_measured(call, plain, tmp_path):
+    file = tmp_path / "maps.safetensors"
+    ask = f"calibrate --windows 1 --length 64 --out {file} --model {plain} --quiet"
+    assert call(ask)[0] == 0
+    ask = f"generate --prompt a --model {plain} --quiet --calibration {file} --budget 2.5"
+    refused(call(ask), "a budget needs layers that were measured")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import pytest
 
@@ -10,7 +9,7 @@ from turboquant_nb import cli, results
 from turboquant_nb.evaluation import candidates
 from turboquant_nb.quant.recipe import preset
 
-from .test_output import SHORT, Terminal
+from .test_output import SHORT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,9 +87,3 @@ def test_eval_of_a_cache_that_is_not_installed(call, plain, monkeypatch):
     monkeypatch.setattr(candidates, "find_spec", lambda name: None)
     code, _, err = call(f"eval ppl --model {plain} --against quanto4 {SHORT}")
     assert code == 1 and "pip install optimum-quanto" in err
-
-
-def test_eval_on_a_terminal_draws_its_table(call, plain, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    assert cli.main(f"eval attention --model {plain} {SHORT} --recipe k4v4".split()) == 0
-    assert "│ k4v4  │     0 │" in sys.stdout.getvalue()

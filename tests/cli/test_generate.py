@@ -4,7 +4,6 @@ prompt."""
 import io
 import json
 import sys
-from dataclasses import replace
 from functools import wraps
 
 import pytest
@@ -12,10 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from turboquant_nb.cli import generate as answers
-from turboquant_nb.cli.inputs import tokens_of
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.recipe import preset
 
 from .conftest import refused
 
@@ -117,8 +114,7 @@ def test_generate_samples_by_seed_and_leaves_the_generator_alone(call, tiny):
 
 
 def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
-    """Tokens are those of a model that is given the chunks by hand; without the option it gets
-    the prompt at once."""
+    "What a cache makes of chunks is tested in tests/hf."
     text, seen = "Call me Ishmael. Some years ago, never mind how long precisely.", []
     keep = LlamaForCausalLM.forward
 
@@ -139,21 +135,7 @@ def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
     assert seen[: -(-n // 16)] == [16] * (n // 16) + [n % 16] * (n % 16 > 0) and set(
         seen[-(-n // 16) :]
     ) == {1}
-    monkeypatch.undo()
-    model, tokenizer = load_model(tiny)
-    model.set_attn_implementation("turboquant")
-    ids, cache = (
-        tokens_of(tokenizer, text),
-        TurboQuantCache(model, replace(preset("k2v2"), recent=0)),
-    )
-    with torch.no_grad():
-        for part in ids.split(16, 1):
-            logits = model(part, past_key_values=cache).logits
-        out = []
-        while len(out) < 6:
-            out.append(logits[:, -1:].argmax(-1))
-            logits = model(out[-1], past_key_values=cache).logits
-    assert tokenizer.decode(torch.cat(out, 1)[0], skip_special_tokens=True) == found["text"]
+    assert found["new_tokens"] == 6
 
 
 def test_generate_compare(call, tiny):
@@ -198,27 +180,16 @@ def test_a_prompt_without_tokens(call, tiny, monkeypatch):
 
 
 def test_a_short_cache_is_told_to_be_larger_and_pays_where_it_says(call, tiny):
-    code, out, err = call(
-        f"generate --model {tiny} --max-new-tokens 4", "--prompt", "Name three whales."
-    )
-    assert (
-        code == 0
-        and "smaller than fp16" not in err
-        and "x larger than fp16: codes take whole tiles of 256 tokens" in err
-    )
+    code, _, err = call(f"generate --model {tiny} --max-new-tokens 4 --prompt Whales")
+    assert code == 0 and "smaller than fp16" not in err
+    assert "x larger than fp16: codes take whole tiles of 256 tokens" in err
     model, _ = load_model(tiny, progress=False)
-    for recipe in ("k3v3", "k4v4"):
-        ratio = lambda n: filled_with(model, recipe, n).report()["ratio_fp16"]
-        cache = filled_with(model, recipe, 16)
-        pays, said = cache.report()["pays_from"], str(cache.report())
-        assert (
-            ratio(pays - 1) < 1 <= ratio(pays)
-            and f"{1 / ratio(16):.2f}x larger than fp16" in said
-            and f"from about {pays:,} tokens on" in said
-        )
+    ratio = lambda n: filled_with(model, "k3v3", n).report()["ratio_fp16"]
+    short = filled_with(model, "k3v3", 16).report()
+    pays = short["pays_from"]
+    assert ratio(pays - 1) < 1 <= ratio(pays) and f"from about {pays:,} tokens" in str(short)
     assert str(TurboQuantCache(model).report()) == "TurboQuantCache: empty"
-    said = str(filled_with(model, "k3v3", 1000).report())
-    assert "larger" not in said and "x smaller than fp16" in said
+    assert "x smaller than fp16" in str(filled_with(model, "k3v3", 1000).report())
 
 
 def filled_with(model, recipe, n):
@@ -226,26 +197,3 @@ def filled_with(model, recipe, n):
     for layer in range(2):
         cache.update(torch.randn(1, 1, n, 32), torch.randn(1, 1, n, 32), layer)
     return cache
-
-
-def test_gradient_checkpointing_is_named(tiny):
-    """transformers takes the cache away in training with checkpointing, with and without
-    gradients: that is refused before anything is computed, whatever the cache was made from. In
-    eval mode nothing is checkpointed, and the cache serves."""
-    taken = "gradient checkpointing takes every cache away"
-    ids = torch.ones(1, 8, dtype=torch.long)
-    model, _ = load_model(tiny, progress=False)
-    model.set_attn_implementation("turboquant")
-    model.gradient_checkpointing_enable()
-    model.train()
-    with pytest.raises(ValueError, match=taken):
-        model(ids, past_key_values=TurboQuantCache(model.config, "k3v3"))
-    cache = TurboQuantCache(model, "k3v3")
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=taken):
-            model(ids, past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    model.eval()
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    assert cache.get_seq_length() == 8

@@ -47,7 +47,6 @@ from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.esm.transform import RECIPES, SideSpec
-from turboquant_nb.theory import transforms
 
 
 def tiny(d=16, heads=2, layers=2, seed=0, **more):
@@ -74,8 +73,9 @@ PRE_ROPE = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent
 # --- exactness of the wrapped model
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("d, heads", [(16, 4), (24, 2), (32, 2), (64, 2), (128, 1)])
+@pytest.mark.parametrize(
+    "d, heads, attn", [(16, 4, "sdpa"), (24, 2, "eager"), (128, 1, "sdpa")]
+)
 def test_prefill_bit_equal(d, heads, attn):
     m = tiny(d, heads)
     m.set_attn_implementation(attn)
@@ -109,18 +109,6 @@ def test_the_model_is_as_it_was_between_passes(model):
         assert held() == before and kept() == kinds
         a.undo()
         assert a.past is None and b.past is not None
-
-
-def test_contacts(model):
-    ids, mask = tokens(proteins(3))
-    m = copy.deepcopy(model)
-    m.set_attn_implementation("eager")
-    with torch.no_grad():
-        want = m.predict_contacts(ids, mask)
-    with TurboEsm(model) as t:
-        torch.testing.assert_close(t.contacts(ids, mask), want, rtol=1e-4, atol=1e-5)
-    with TurboEsm(model, "k3v3") as t, pytest.raises(ValueError, match="without sinks"):
-        t.contacts(ids)
 
 
 # --- decoding
@@ -160,15 +148,9 @@ def test_decode_continues_exactly(model, steps, causal):
     torch.testing.assert_close(torch.cat(out, 1), want[:, prefix:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["exact", "code", "recipe", "list", "pre_rope"])
+@pytest.mark.parametrize("kind", ["exact", "code", "list", "pre_rope"])
 def test_ragged_batches_are_single_sequences(model, code, kind):
-    kinds = {
-        "exact": None,
-        "code": code,
-        "recipe": PLAIN,
-        "list": [PLAIN, "k4v4"],
-        "pre_rope": PRE_ROPE,
-    }
+    kinds = {"exact": None, "code": code, "list": [PLAIN, "k4v4"], "pre_rope": PRE_ROPE}
     use = kinds[kind]
     seqs = proteins(3, 15, 40, seed=5)
     more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
@@ -184,12 +166,14 @@ def test_ragged_batches_are_single_sequences(model, code, kind):
                 torch.testing.assert_close(a[i : i + 1], b, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["exact", "code", "recipe"])
+@pytest.mark.parametrize("kind", ["exact", "code", "outliers", "recipe"])
 def test_replay_is_prefill_and_decode(model, code, kind):
     seqs = proteins(3, 15, 40, seed=6)
     prefix = torch.tensor([(len(s) + 2) // 2 for s in seqs])
     ids, mask = tokens(seqs)
-    with TurboEsm(model, {"exact": None, "code": code, "recipe": PLAIN}[kind]) as t:
+    kinds = {"exact": None, "code": code, "recipe": PLAIN}
+    kinds["outliers"] = replace(code, recipe=replace(code.recipe, outliers=1e-3))
+    with TurboEsm(model, kinds[kind]) as t:
         got = t.replay(ids, prefix, mask).hidden
         for i, (s, n) in enumerate(zip(seqs, prefix.tolist())):
             one, _ = tokens([s])
@@ -200,8 +184,10 @@ def test_replay_is_prefill_and_decode(model, code, kind):
         if kind == "code":
             exact = t.replay(ids, prefix, mask, layers=()).hidden
             assert (exact - got).abs().max() > 1e-3
-    with TurboEsm(model, "k3v3") as t, pytest.raises(ValueError, match="without sinks"):
-        t.replay(ids, prefix, mask)
+    with TurboEsm(model, "k3v3") as t:
+        for call in (lambda: t.replay(ids, prefix, mask), lambda: t.contacts(ids)):
+            with pytest.raises(ValueError, match="without sinks"):
+                call()
 
 
 def test_decode_with_masked_tokens(model):
@@ -272,7 +258,7 @@ def test_failed_decode_leaves_the_past(model, code, kind):
 # --- the code
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", ["water2", "water3+"])
 def test_recipes_fit(model, name):
     c = calibrate_esm(model, proteins(12), name)
     bits = [s.bits.float().mean().item() for s in c.sides]
@@ -305,20 +291,6 @@ def test_statistics_are_of_what_the_model_computes(model):
             )
 
 
-def test_more_bits_come_closer(model):
-    seqs, held = proteins(24), proteins(4, seed=9)
-    ids, mask = tokens(held)
-    error = []
-    with torch.no_grad():
-        want = model.esm(ids, attention_mask=mask).last_hidden_state
-    for name in ("water2", "water3", "water4"):
-        with TurboEsm(model, calibrate_esm(model, seqs, name)) as t:
-            error.append(
-                float((t.reread(ids, mask).hidden - want)[mask.bool()].square().mean())
-            )
-    assert error[0] > 2 * error[1] > 4 * error[2] > 0
-
-
 def test_bytes_are_what_the_formula_says(model, code):
     ids, mask = tokens(proteins(2))
     wide = sum(sum(s.widths) for s in code.sides)
@@ -338,9 +310,15 @@ def test_bytes_are_what_the_formula_says(model, code):
         assert t.report()["nbytes"] == 2 * (need + need // 8) * wide + 2 * 8
 
 
-@pytest.mark.parametrize("block", [1, 2**20])  # numbers looked up at a time: a layer, or all
-@pytest.mark.parametrize("start", [[0, 0], [0, 5]])
-@pytest.mark.parametrize("name", ["water3", "outliers", "mean"])
+@pytest.mark.parametrize(
+    "name, start, block",  # numbers looked up at a time: a layer, or all
+    [
+        ("water3", [0, 5], 1),
+        ("water3", [0, 0], 2**20),
+        ("outliers", [0, 5], 2**20),
+        ("mean", [0, 5], 1),
+    ],
+)
 def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monkeypatch):
     """Scores with their mean apart, and values with theirs at the end, are attention on what
     the codes stand for; a chunk, a step, and rows."""
@@ -494,26 +472,6 @@ def test_an_outlier_lies_where_its_sequence_has_it(code):
     assert mean.diff(dim=2).abs().max() > 0.1  # which the check would see
 
 
-def test_outlier_tokens_in_a_model(model, code):
-    many = replace(code, recipe=replace(code.recipe, outliers=1e-3))
-    ids, mask = tokens(proteins(2, 20, 30, seed=8))
-    base = model.esm
-    with torch.no_grad():
-        exact = base(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-    error, held = [], []
-    for c in (code, many):
-        with TurboEsm(model, c) as t:
-            t.prefill(ids, mask)
-            held.append(t.report()["nbytes"])
-            error.append((t.reread(ids, mask).hidden[mask.bool()] - exact).square().mean())
-            one = ids[:1]
-            t.prefill(one[:, :12])
-            steps = torch.cat([t.decode(one[:, i : i + 1]).hidden for i in range(12, 20)], 1)
-            replay = t.replay(one[:, :20], torch.tensor([12])).hidden[:, 12:]
-            torch.testing.assert_close(replay, steps, rtol=1e-2, atol=1e-2)
-    assert error[1] < 0.9 * error[0] and held[1] > held[0]
-
-
 def test_refusals_of_wrappers_and_states(model, code):
     with pytest.raises(ValueError, match="one recipe for each"):
         TurboEsm(model, ["k3v3"])
@@ -575,9 +533,9 @@ def test_rows_are_the_frozen_context(model, block):
         )
 
 
-@pytest.mark.parametrize("kind", ["code", "recipe", "exact"])
+@pytest.mark.parametrize("kind", ["code", "recipe"])
 def test_rows_of_one_sequence_of_a_batch(model, code, kind):
-    use = {"exact": None, "code": code, "recipe": PLAIN}[kind]
+    use = {"code": code, "recipe": PLAIN}[kind]
     seqs = proteins(3, 15, 40, seed=5)
     ids, mask = tokens(seqs)
     with TurboEsm(model, use) as t:
@@ -668,9 +626,7 @@ def test_wild_type_marginals_and_one_pass(model, code):
                 call()
 
 
-@pytest.mark.parametrize(
-    "at_most, rows", [(1, 1), (21, 1), (22, 1), (44, 2), (65, 2), (1000, 20)]
-)
+@pytest.mark.parametrize("at_most, rows", [(1, 1), (44, 2), (65, 2), (1000, 20)])
 def test_so_many_masked_sequences_are_read_at_a_time(model, at_most, rows):
     "As many as have `at_most` tokens, at least one: 20 residues and two ends."
     s, read = "".join(proteins(1, 30, 31))[:20], []
@@ -792,19 +748,19 @@ def test_variants_capture_lengths_that_come_often(model, code):
 # --- sequences that a model draws
 
 
-def test_what_is_drawn_comes_from_the_seed_and_the_states(model, code):
+def test_what_is_drawn_comes_from_the_seed_and_the_states(model):
     before, found = torch.get_rng_state(), []
-    for use in (None, code, replace(PLAIN, key=Spec(bits=1))):
+    for use in (None, replace(PLAIN, key=Spec(bits=1))):
         with TurboEsm(model, use) as t:
             for method in ("gibbs", "left-to-right"):
-                drawn = design(t, 3, 17, method)
-                assert [len(x) for x in drawn] == [17] * 3
+                drawn = design(t, 3, 9, method)
+                assert [len(x) for x in drawn] == [9] * 3
                 assert set("".join(drawn)) <= set(RESIDUES)
-                assert drawn == design(t, 3, 17, method) != design(t, 3, 17, method, seed=1)
+                assert drawn == design(t, 3, 9, method) != design(t, 3, 9, method, seed=1)
                 found.append(drawn)
-            assert design(t, 3, 17) == found[-2] != design(t, 3, 17, sweeps=1)
+            assert design(t, 3, 9) == found[-2] != design(t, 3, 9, sweeps=1)
             assert t.past is None
-    assert len({str(x) for x in found[::2]}) == len({str(x) for x in found[1::2]}) == 3
+    assert found[0] != found[2] and found[1] != found[3]
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -823,14 +779,13 @@ def test_left_to_right_is_a_race_behind_what_is_written(model):
     assert found == written
 
 
-@pytest.mark.parametrize("method", ["gibbs", "left-to-right"])
-def test_shares_of_what_is_drawn_are_the_models(model, method):
+def test_shares_of_what_is_drawn_are_the_models(model):
     columns = [TOKENS.index(x) for x in RESIDUES]
     with torch.no_grad():
         logits = model(torch.tensor([[0, MASK, EOS]])).logits[0, 1, columns]
     p = logits.softmax(-1).double()
     with TurboEsm(model) as t:
-        drawn = design(t, 4000, 1, method)
+        drawn = design(t, 4000, 1, "gibbs")
     shares = torch.tensor([drawn.count(x) for x in RESIDUES]) / 4000
     z = (shares - p) / (p * (1 - p) / 4000).sqrt()
     assert z.abs().max() < 5
@@ -838,7 +793,7 @@ def test_shares_of_what_is_drawn_are_the_models(model, method):
     assert ((shares - flat) / (flat * (1 - flat) / 4000).sqrt()).abs().max() > 10
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 21])
+@pytest.mark.parametrize("length", [1, 7, 21])
 def test_a_sweep_draws_every_position_once(length):
     seen, letters = [], torch.arange(4)
 
@@ -1043,12 +998,11 @@ def test_the_stop_of_a_sequence_is_said(tmp_path):
 # --- fair-esm
 
 
-@pytest.mark.parametrize("layers, heads, dim", [(2, 4, 64), (3, 2, 48)])
-def test_fair_esm_checkpoint(tmp_path, layers, heads, dim):
+def test_fair_esm_checkpoint(tmp_path):
     fair = pytest.importorskip("esm")
     from esm.model.esm2 import ESM2
 
-    torch.manual_seed(0)
+    layers, heads, dim = 3, 2, 48
     alphabet = fair.data.Alphabet.from_architecture("ESM-1b")
     theirs = ESM2(layers, dim, heads, alphabet).eval()
     for p in theirs.parameters():
@@ -1098,7 +1052,7 @@ def test_fair_esm_checkpoint(tmp_path, layers, heads, dim):
 # --- the package
 
 
-def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
+def test_every_name_is_found_and_files_need_no_transformers():
     assert (
         {
             "TurboEsm",
@@ -1115,14 +1069,9 @@ def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
     assert all(getattr(M, n) is not None for n in M.__all__) and callable(M.variants)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         M.nothing
-    light = (
-        "from turboquant_nb.esm import CodedPast, read_fasta, tokens; import sys; "
-        "print('transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", light], capture_output=True, text=True)
-    assert done.stdout.split() == ["False"], done.stderr
     blocked = (
-        "import sys; sys.modules['transformers'] = None\nfrom turboquant_nb import esm\n"
+        "import sys; sys.modules['transformers'] = None\n"
+        "from turboquant_nb import esm\nfrom turboquant_nb.esm import CodedPast, read_fasta\n"
         "for use in (lambda: esm.random_esm(), lambda: esm.TurboEsm):\n"
         "    try: use()\n"
         "    except ImportError as error: print(error)"
@@ -1131,42 +1080,4 @@ def test_every_name_is_found_and_files_need_no_transformers(tmp_path):
     said = done.stdout.splitlines()
     assert len(said) == 2 and all('pip install "turboquant-nb[hf] @ git+' in x for x in said), (
         said
-    )
-
-
-def of_moments(mean, second, query):
-    "Moments of one layer and head, of one token each."
-    one = lambda x: x[None].double()
-    kinds = ("key", "value", "rope")
-    sums = transforms.Moments(
-        1,
-        {(k, 0): one(mean) for k in kinds},
-        {(k, 0): one(second) for k in kinds} | {("query", 0): one(query)},
-    )
-    eye = torch.eye(len(mean)).double()
-    return transform.CodeStatistics(
-        torch.zeros_like(mean)[None, None],
-        torch.ones(len(mean) // 2),
-        eye[None, None],
-        torch.ones(1).double(),
-        sums,
-    )
-
-
-@pytest.mark.parametrize("rotation", ("svd", "none"))
-def test_a_centred_transform_is_of_the_covariance(rotation):
-    """`second - outer`, twice: the axes are those of what is left when the mean is gone, and so
-    are the variances."""
-    covariance, mean = (
-        torch.diag(torch.tensor([4.0, 1.0, 2.0, 0.5])),
-        torch.tensor([0.0, 30.0, 0.0, 0.0]),
-    )
-    m = of_moments(mean, covariance + mean[:, None] * mean, torch.eye(4))
-    fit = transform.fit_transform(
-        m, "key", transform.SideSpec(center="mean", rotation=rotation, aware=False)
-    )
-    want = [4.0, 2.0, 1.0, 0.5] if rotation == "svd" else [4.0, 1.0, 2.0, 0.5]
-    assert (
-        fit.var[0, 0].tolist() == pytest.approx(want)
-        and fit.mean[0, 0].tolist() == mean.tolist()
     )

@@ -30,9 +30,10 @@ def side(bits, seed=0, inv_freq=None):
     return SideCode(mean, into, into.inverse(), bits, M.join_levels(bits, levels), inv_freq)
 
 
-@pytest.mark.parametrize("d, heads", [(4, 1), (8, 3), (16, 20), (24, 2), (64, 2)])
-@pytest.mark.parametrize("most", [1, 4, 8])
-@pytest.mark.parametrize("pre_rope", [False, True])
+@pytest.mark.parametrize(
+    "d, heads, most, pre_rope",
+    [(4, 1, 1, False), (8, 3, 8, True), (16, 20, 4, True), (24, 2, 4, False)],
+)
 def test_round_trip(d, heads, most, pre_rope):
     g = torch.Generator().manual_seed(d + most)
     bits = torch.randint(0, most + 1, (3, heads, d), generator=g).to(torch.uint8)
@@ -124,10 +125,8 @@ def test_recipes():
     }
     found = {n: (r.key.bits, r.value.bits, r.outliers) for n, r in RECIPES.items()}
     assert found == {n: (b, b, outliers) for n, (b, outliers) in named.items()}
-    for r in RECIPES.values():
-        assert (r.key.center, r.value.center) == ("pre_rope", "mean") and r.min_bits == 1
-        assert r.allocation == "model" and r.key.aware and r.value.rotation == "svd"
     for name, r in RECIPES.items():
+        assert (r.key.center, r.value.center) == ("pre_rope", "mean") and r.min_bits == 1
         assert M.as_transform(name) == (name, r) and M.as_transform(r) == (name, r)
     assert M.as_transform(TransformRecipe(outliers=3.0))[0] == "custom"
     for bad, words in (
@@ -189,7 +188,7 @@ SPECS = [
     for rotation in ("svd", "hadamard", "none")
     for center in ("pre_rope", "mean", "none")
     for aware in (True, False)
-    if (side, center) != ("value", "pre_rope")
+    if (side, center) != ("value", "pre_rope") and (rotation, center) != ("hadamard", "none")
 ]
 
 
@@ -298,8 +297,9 @@ def test_tokens_count_by_how_they_are_attended_to():
     assert h.count[0].sum().item() == pytest.approx(3)
 
 
-@pytest.mark.parametrize("allocation", ["model", "layer", "none"])
-@pytest.mark.parametrize("least", [0, 1, 2])
+@pytest.mark.parametrize(
+    "allocation, least", [("model", 0), ("model", 2), ("layer", 1), ("none", 1)]
+)
 def test_bits_are_spent_where_the_recipe_says(allocation, least):
     """As many as were asked for over the model or each layer, at least so many a channel, and
     more where an error costs more."""

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -84,12 +83,11 @@ def test_the_digest_sees_everything():
 def test_damage_is_refused(path):
     data = path.read_bytes()
     for at in range(len(data)):
-        for bit in (1, 128):
-            broken = bytearray(data)
-            broken[at] ^= bit
-            path.write_bytes(broken)
-            with pytest.raises(ValueError):
-                read_file(path, KIND, "test")
+        broken = bytearray(data)
+        broken[at] ^= 1 << at % 8
+        path.write_bytes(broken)
+        with pytest.raises(ValueError):
+            read_file(path, KIND, "test")
     for size in (0, 7, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
         with pytest.raises(
@@ -137,21 +135,16 @@ def test_an_error_without_a_number_keeps_its_words(path):
         raise OSError("disk full")
 
 
-KILLED = """
-import os, sys
-from turboquant_nb.files import beside
-with beside(sys.argv[1]) as file:
-    file.write(b"half")
-    file.flush()
-    os.kill(os.getpid(), 9)
-"""
-
-
 def test_what_a_killed_writer_left_goes_with_the_next_write(path):
     "After an hour, and nothing else that looks like it."
-    done = subprocess.run([sys.executable, "-c", KILLED, path])
+    if not (child := os.fork()):
+        with beside(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), 9)
+    assert os.waitpid(child, 0)[1] == 9
     (left,) = path.parent.glob("*.part")
-    assert done.returncode == -9 and left.read_bytes() == b"half"
+    assert left.read_bytes() == b"half"
     other = [path.with_name(x) for x in ("x.part", "x.mine.part", "y.0123abcd.part", "xx")]
     for each in (left, *other):
         each.touch()
@@ -215,38 +208,28 @@ def test_others_may_read_what_the_umask_allows(tmp_path):
 # --- where downloads and compiled kernels are kept
 
 
-@pytest.mark.parametrize(
-    "env, want",
-    [
-        (dict(TURBOQUANT_CACHE="/a/b", XDG_CACHE_HOME="/x"), Path("/a/b")),
-        (dict(TURBOQUANT_CACHE="", XDG_CACHE_HOME="/x"), Path("/x/turboquant-nb")),
-        (dict(TURBOQUANT_CACHE="~/mine"), Path.home() / "mine"),
-    ],
-)
-def test_cache_dir(monkeypatch, env, want):
-    for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    assert cache_dir() == want
+HOME = Path.home().as_posix()
 
 
 @pytest.mark.parametrize(
-    "platform, env, end",
+    "platform, env, want",
     [
-        ("linux", {}, ".cache/turboquant-nb"),
-        ("darwin", {}, "Library/Caches/turboquant-nb"),
-        ("win32", {}, "AppData/Local/turboquant-nb"),
+        ("linux", dict(TURBOQUANT_CACHE="/a/b", XDG_CACHE_HOME="/x"), "/a/b"),
+        ("linux", dict(TURBOQUANT_CACHE="", XDG_CACHE_HOME="/x"), "/x/turboquant-nb"),
+        ("linux", dict(TURBOQUANT_CACHE="~/mine"), f"{HOME}/mine"),
+        ("linux", {}, f"{HOME}/.cache/turboquant-nb"),
+        ("darwin", {}, f"{HOME}/Library/Caches/turboquant-nb"),
+        ("win32", {}, f"{HOME}/AppData/Local/turboquant-nb"),
         ("win32", {"LOCALAPPDATA": "/local"}, "/local/turboquant-nb"),
     ],
 )
-def test_cache_dir_by_platform(monkeypatch, platform, env, end):
+def test_cache_dir(monkeypatch, platform, env, want):
     for key in ("TURBOQUANT_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(key, raising=False)
     for key, value in env.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(sys, "platform", platform)
-    assert cache_dir().as_posix().endswith(end)
+    assert cache_dir().as_posix() == want
 
 
 def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(monkeypatch, tmp_path):

@@ -2,12 +2,11 @@
 theory."""
 
 import math
-from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers import Calls
 from turboquant_nb.theory.codebook import lloyd_max
 from turboquant_nb.quant.quantizer import (
     HeadCodes,
@@ -100,23 +99,22 @@ def test_own_codebook():
         same(a.codes, b.codes + 100)
         same(decode(q, a), decode(plain, b))
         assert a.residual is None and q.channel_bits == channel_bits(spec.bits, 8)
-    for bits, text in ((2.3, "2.3 at d = 8"), ((3, 2), "length d = 8, got 2")):
-        with pytest.raises(ValueError, match=text):
-            Quantizer(Spec(bits), 8)
 
 
 # --- encode and decode
 # ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "rotation, scale, table",
-    list(
-        product(
-            ("hadamard", "haar", "identity"), ("norm", "mse", "unbiased"), ("sphere", "uniform")
-        )
-    ),
+    "rotation, scale, table, dtype",
+    [
+        ("hadamard", "norm", "sphere", torch.float16),
+        ("hadamard", "unbiased", "uniform", torch.bfloat16),
+        ("haar", "mse", "uniform", torch.float16),
+        ("haar", "unbiased", "sphere", torch.float32),
+        ("identity", "norm", "uniform", torch.float32),
+        ("identity", "mse", "sphere", torch.bfloat16),
+    ],
 )
 def test_all_specs(rotation, scale, table, dtype, gen):
     for bits, d, scale_dtype in (
@@ -144,7 +142,7 @@ def test_all_specs(rotation, scale, table, dtype, gen):
         same(q.rotation.inverse(decode_rotated(q, c)), decode(q, c))
 
 
-@pytest.mark.parametrize("d", [1, 2, 3, 5, 16, 24, 63, 80, 127, 320])
+@pytest.mark.parametrize("d", [1, 2, 5, 63, 320])
 def test_any_head_size(d, gen):
     for table in ("sphere", "uniform"):
         q = Quantizer(Spec(bits=4, codebook=table), d)
@@ -166,24 +164,15 @@ def test_non_contiguous_expanded_and_mean_forms(gen):
     base = torch.randn(2, 30, 4, 24, generator=gen)
     x, dense = base.transpose(1, 2), base.transpose(1, 2).contiguous()
     same(encode(q, x).codes, encode(q, dense).codes)
-    row = torch.randn(1, 1, 1, 24, generator=gen)
-    same(
-        encode(q, row.expand(2, 3, 4, 24)).codes,
-        encode(q, row.expand(2, 3, 4, 24).contiguous()).codes,
-    )
     mean = torch.randn(2, 4, 1, 24, generator=gen).bfloat16()
-    for m in (mean, mean.expand_as(x), mean.expand_as(x).contiguous(), mean.float()):
+    for m in (mean, mean.expand_as(x), mean.float()):
         got = encode(q, x, m)
         same(got.codes, encode(q, dense - mean.float()).codes)
     same(decode(q, got, mean), decode(q, got) + mean.float())
-    same(
-        encode(q, x, mean[:1, :1, 0, :]).codes,
-        encode(q, x, mean[:1, :1].expand(2, 4, 1, 24)).codes,
-    )
-    assert (
-        encode(q, torch.zeros(24)).codes.shape == (24,)
-        and encode(q, torch.zeros(24)).scale.shape == ()
-    )
+    row = mean[:1, :1]
+    same(encode(q, x, row[..., 0, :]).codes, encode(q, x, row.expand(2, 4, 1, 24)).codes)
+    one = encode(q, torch.zeros(24))
+    assert one.codes.shape == (24,) and one.scale.shape == ()
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 3, 8)])
@@ -194,30 +183,6 @@ def test_empty(shape):
         c.codes.shape == shape and c.scale.shape == shape[:-1] and decode(q, c).shape == shape
     )
     assert encode(q, torch.zeros(shape), torch.zeros(1, 8)).codes.shape == shape
-
-
-def test_scale_invariance(gen):
-    """A power of two changes the scale by that factor and no code, as long as nothing over- or
-    underflows."""
-    q = Quantizer(Spec(bits=3, scale_dtype="float32"), 64)
-    x = torch.randn(20, 64, generator=gen)
-    want = encode(q, x)
-    for k in (-40, -10, 1, 20, 55):
-        got = encode(q, x * 2.0**k)
-        same(got.codes, want.codes)
-        same(got.scale, want.scale * 2.0**k)
-
-
-@pytest.mark.parametrize("size", [1e19, 1e20, 1e30, 1e37])
-def test_huge_values_are_right_or_refused(size, gen):
-    q = Quantizer(Spec(bits=3, scale_dtype="bfloat16"), 64)
-    x = torch.randn(4, 64, generator=gen) * size
-    try:
-        error = float(((decode(q, encode(q, x)) / size - x / size).norm()) / (x / size).norm())
-    except ValueError as refused:
-        assert str(refused).startswith("x ")
-        return
-    assert error < 0.25
 
 
 def test_fp64_beyond_fp32_is_refused():
@@ -280,32 +245,20 @@ def test_scales_do_what_they_promise(bits, gen):
     assert abs(float(shrink) - (1 - lloyd_max(bits, 64).mse)) < 0.01
 
 
-class Count(TorchDispatchMode):
-    "How many operators run."
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_work_is_vectorised(gen):
-    """20 M look-ups: the number of operators depends on blocks of 8,192 vectors, never on
+    """2 M look-ups: the number of operators depends on blocks of 8,192 vectors, never on
     vectors or channels."""
     book = lloyd_max(3, 128)
-    with Count() as count:
-        codes = book.encode(torch.empty(20_000_000).uniform_(-3, 3, generator=gen))
+    with Calls() as count:
+        codes = book.encode(torch.empty(2_000_000).uniform_(-3, 3, generator=gen))
         book.decode(codes)
-    assert count.calls < 20_000, count.calls  # one operator per 1,000 look-ups at most
+    assert count.n < 2_000, count.n  # one operator per 1,000 look-ups at most
     q, x = Quantizer(Spec(bits=3), 128), torch.randn(3 * 8192, 128, generator=gen)
     calls = []
     for n in (8192, 3 * 8192):
-        with Count() as count:
+        with Calls() as count:
             encode(q, x[:n])
-        calls.append(count.calls)
+        calls.append(count.n)
     assert calls[0] < 600 and calls[1] < 3 * calls[0]
 
 
@@ -323,28 +276,6 @@ def test_rows_are_decided_each_for_itself():
     plain = Quantizer(Spec(2, rotation="identity"), 16)  # whose middle edge is 0
     x[:, 3] = 0
     assert not decided(plain, x)[:, 3].any() and decided(plain, x)[:, 4:].float().mean() > 0.9
-
-
-def test_an_edge_is_undecided_at_every_scale():
-    """`y / unit`, not `y`: a coordinate on an edge of the table stays there when the vector is
-    a hundred times longer."""
-    q = Quantizer(Spec(2, rotation="identity"), 16)
-    edge = float(q.codebook.edges[-1])
-    x = torch.full((16,), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
-    x[3] = edge
-    for scale in (0.01, 1.0, 100.0):
-        found = decided(q, (x * scale)[None])[0]
-        assert not found[3] and found.sum() == 15
-
-
-def test_a_scale_among_others_that_no_dtype_holds():
-    "The largest of the scales decides, and says its size."
-    x = torch.ones(3, 16)
-    x[1] *= 1e6
-    with pytest.raises(
-        ValueError, match=r"needs a scale of 1e\+06, above the largest torch.float16"
-    ):
-        encode(Quantizer(Spec(4, scale="norm", rotation="identity"), 16), x)
 
 
 def test_a_scale_may_be_as_large_as_its_dtype():
@@ -401,17 +332,18 @@ def test_an_entry_that_a_dtype_cannot_hold_is_infinite():
 
 def test_decided_is_about_what_is_left_of_the_mean():
     """`x - mean`: a coordinate on an edge lies there when a mean was added and is taken off,
-    and only then."""
+    and only then, however long the vector is."""
     q = Quantizer(Spec(2, rotation="identity"), 16)
     edge = float(q.codebook.edges[-1])
     x = torch.full((1, 16), math.sqrt((16 - edge**2) / 15), dtype=torch.float64)
     x[0, 3] = edge
     mean = torch.linspace(0.1, 0.9, 16).double()
-    assert (
-        decided(q, x + mean, mean)[0].tolist()
-        == decided(q, x)[0].tolist()
-        == [i != 3 for i in range(16)]
-    )
+    for size in (0.01, 1, 100):
+        assert (
+            decided(q, size * x + mean, mean)[0].tolist()
+            == decided(q, size * x)[0].tolist()
+            == [i != 3 for i in range(16)]
+        )
     assert decided(q, x + mean).all()
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from turboquant_nb.theory.codebook import uniform, lloyd_max
-from turboquant_nb.theory.qjl import pack_signs, qjl_decode, qjl_scores, sign_bits
+from turboquant_nb.theory.qjl import qjl_decode, sign_bits
 from turboquant_nb.quant.quantizer import Coded, Quantizer, Spec, decode, encode
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.quant.residual import SketchedCode, sketched_code, sign_gain, sign_codebook
+from turboquant_nb.quant.residual import sketched_code, sign_gain, sign_codebook
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook
@@ -29,7 +29,7 @@ def prod(bits=3, d=64, kind="gaussian", **kw):
 # --- the sign stage
 # ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("d", DIMS)
-@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("bits", (2, 3, 5, 8))
 def test_sign_table_is_a_nearest_level_code(bits, d):
     base, t = lloyd_max(bits - 1, d), sign_codebook(bits, d)
     step = math.sqrt(sign_gain(base))
@@ -45,20 +45,6 @@ def test_sign_table_is_a_nearest_level_code(bits, d):
     assert abs(t.probs.sum() - 1) < 1e-12
     assert t.mse == pytest.approx(base.mse - step**2, abs=1e-12)
     assert t.mse >= lloyd_max(bits, d).mse - 1e-12
-
-
-@pytest.mark.parametrize("bits", (2, 3, 4, 5))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, torch.float64))
-def test_two_stages_equal_one_table(bits, dtype, gen):
-    base, t = lloyd_max(bits - 1, 64), sign_codebook(bits, 64)
-    step = math.sqrt(sign_gain(base))
-    x = (torch.randn(20_000, generator=gen) * 1.3).to(dtype)
-    level = base.decode(base.encode(x))
-    expected = level + torch.where(x.float() > level, step, -step)
-    got = t.decode(t.encode(x))
-    border = torch.cat([base.levels, base.edges])
-    near = (x.float()[:, None] - border).abs().amin(-1) < 1e-6
-    assert ((got - expected).abs()[~near] < 1e-5).all() and near.float().mean() < 0.01
 
 
 def test_sign_table_is_cached_and_other_bases():
@@ -104,48 +90,34 @@ def test_sign_table_refuses_bases():
     uneven = replace(lloyd_max(2, 68), levels64=np.array([-3.0, -1e-3, 1e-3, 3.0]))
     with pytest.raises(ValueError, match="more than 2 E"):
         sign_codebook(3, base=uneven)
-    for bad in (None, torch.ones(3), 3):
-        with pytest.raises(TypeError, match="codebook must be a Codebook"):
-            sign_gain(bad)
+    with pytest.raises(TypeError, match="codebook must be a Codebook"):
+        sign_gain(None)
 
 
 # --- unbiased by scale
 # ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("d", (2, 5, 16, 64))
-@pytest.mark.parametrize("bits", (1, 2, 3, 4))
-@pytest.mark.parametrize("table", ("sphere", "uniform"))
-def test_mirrored_rotations_average_to_the_vector(bits, d, table, gen):
+@pytest.mark.parametrize(
+    "d, bits, table, residual, scale, good",
+    (
+        (2, 1, "sphere", "none", "unbiased", True),
+        (5, 4, "uniform", "none", "unbiased", True),
+        (64, 2, "uniform", "none", "unbiased", True),
+        (64, 3, "sphere", "none", "unbiased", True),
+        (32, 3, "sphere", "sign", "unbiased", True),
+        (32, 3, "sphere", "sign", "mse", False),  # the mutant
+    ),
+)
+def test_mirrored_rotations_average_to_the_vector(d, bits, table, residual, scale, good, gen):
     x = torch.randn(d, generator=gen).exp()
     rotation = make_rotation("haar", d, seed=bits)
-    mirror = 2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - torch.eye(
-        d, dtype=torch.float64
-    )
+    eye = torch.eye(d, dtype=torch.float64)
+    mirror = 2 * torch.outer(x.double(), x.double()) / x.double().square().sum() - eye
     twin = make_rotation("matrix", d, matrix=(rotation.matrix.double() @ mirror).float())
-    spec = Spec(bits=bits, codebook=table, scale="unbiased", scale_dtype="float32")
-    both = [
-        decode(q, encode(q, x))
-        for q in (Quantizer(spec, d, rotation=r) for r in (rotation, twin))
-    ]
-    assert float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5
-
-
-def test_mirror_holds_for_the_sign_residual_too(gen):
-    d = 32
-    x = torch.randn(d, generator=gen)
-    rotation = make_rotation("haar", d)
-    twin = make_rotation(
-        "matrix", d, matrix=rotation.matrix @ (2 * torch.outer(x, x) / (x @ x) - torch.eye(d))
-    )
-    for scale, good in (("unbiased", True), ("mse", False)):
-        spec = Spec(bits=3, residual="sign", scale=scale, scale_dtype="float32")
-        both = [
-            decode(q, encode(q, x))
-            for q in (
-                Quantizer(spec, d, rotation=r, codebook=sign_codebook(3, d))
-                for r in (rotation, twin)
-            )
-        ]
-        assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
+    spec = Spec(bits, codebook=table, residual=residual, scale=scale, scale_dtype="float32")
+    book = sign_codebook(bits, d) if residual == "sign" else None
+    quantizers = (Quantizer(spec, d, rotation=r, codebook=book) for r in (rotation, twin))
+    both = [decode(q, encode(q, x)) for q in quantizers]
+    assert (float((sum(both) / 2 - x).norm() / x.norm()) < 1e-5) == good
 
 
 @pytest.mark.parametrize("mean_shape", ((64,), (3, 1, 64), (3, 10, 64)))
@@ -159,12 +131,17 @@ def test_a_sketch_is_of_what_a_mean_leaves(mean_shape, gen):
 
 # --- prod
 # ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ("gaussian", "orthogonal", "hadamard"))
 @pytest.mark.parametrize(
-    "shape",
-    ((64,), (0, 64), (7, 64), (2, 3, 0, 64), (2, 3, 5, 64), (3, 20), (4, 5), (2, 36), (9, 2)),
+    "kind, shape, bits",
+    (
+        ("gaussian", (64,), 2),
+        ("gaussian", (0, 64), 3),
+        ("orthogonal", (2, 3, 5, 64), 4),
+        ("orthogonal", (9, 2), 2),
+        ("hadamard", (4, 5), 3),
+        ("hadamard", (2, 3, 0, 36), 4),
+    ),
 )
-@pytest.mark.parametrize("bits", (2, 3, 4))
 def test_shapes_and_parts(kind, shape, bits, gen):
     d = shape[-1]
     q = prod(bits, d, kind)
@@ -186,9 +163,14 @@ def test_shapes_and_parts(kind, shape, bits, gen):
     assert out.shape == shape and out.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-@pytest.mark.parametrize("scale_dtype", ("float16", "bfloat16", "float32"))
-@pytest.mark.parametrize("scale", ("norm", "mse", "unbiased"))
+@pytest.mark.parametrize(
+    "dtype, scale_dtype, scale",
+    (
+        (torch.float32, "float16", "norm"),
+        (torch.float16, "bfloat16", "mse"),
+        (torch.bfloat16, "float32", "unbiased"),
+    ),
+)
 def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
     q = prod(3, 48, scale_dtype=scale_dtype, scale=scale, rotation="haar")
     x = torch.randn(4, 11, 48, generator=gen).to(dtype)
@@ -214,22 +196,6 @@ def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
     )
     assert out.dtype == torch.float32
     assert decode(q, coded, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("d, lead", ((64, (2, 3)), (20, ()), (128, (4,))))
-def test_scores_on_codes(d, lead, gen):
-    q = prod(3, d)
-    k, query = torch.randn(*lead, 33, d, generator=gen), torch.randn(*lead, 5, d, generator=gen)
-    coded, rotated = q.encode(k), q.rotation.apply(query)
-    levels = q.codebook.decode(coded.codes)
-    direct = rotated @ levels.mT * coded.scale.float().unsqueeze(-2)
-    direct = direct + qjl_scores(
-        rotated,
-        pack_signs(coded.residual["signs"]),
-        coded.residual["residual_norm"],
-        q.code.sketch,
-    )
-    torch.testing.assert_close(direct, query @ decode(q, coded).mT, rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_do_not_change_the_code(gen):
@@ -265,16 +231,6 @@ def test_sketch_is_shared_seeded_and_leaves_the_rng_alone():
         assert not prod(d=22, seed=3).code.sketch.is_inference()
 
 
-def test_table_and_rotation_of_the_caller(gen):
-    rotation = make_rotation("haar", 16, seed=4)
-    spec = Spec(bits=3, residual="qjl")
-    q = Quantizer(spec, 16, rotation=rotation, codebook=sketched_code(spec, 16, uniform(2, 16)))
-    assert q.rotation is rotation and q.codebook.law == "uniform"
-    assert decode(q, q.encode(torch.randn(3, 16, generator=gen))).shape == (3, 16)
-    assert "qjl" in repr(q) and isinstance(q.code, SketchedCode)
-    assert sketched_code(replace(spec, codebook="uniform"), 16).codebook.law == "uniform"
-
-
 def test_refusals(gen):
     q, x = prod(), torch.randn(3, 64, generator=gen)
     for spec in (Spec(bits=3), Spec(bits=3, residual="sign")):
@@ -303,9 +259,8 @@ def test_refusals(gen):
         q.encode(torch.ones(3, 63))
     with pytest.raises(TypeError, match="keys must be a floating-point"):
         q.encode(torch.ones(3, 64, dtype=torch.long), name="keys")
-    for bad in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="keys must be finite"):
-            q.encode(torch.full((64,), bad), name="keys")
+    with pytest.raises(ValueError, match="keys must be finite"):
+        q.encode(torch.full((64,), math.nan), name="keys")
     with pytest.raises(ValueError, match="the residual of keys needs a scale"):
         q.encode(4e4 * x, name="keys")
     wide = prod(scale_dtype="bfloat16")

@@ -46,17 +46,15 @@ for bits in (1, 2, 3):
 """
 
 
-def test_symbols_are_equal_on_every_processor():
-    found = set()
-    for capability in ("default", "avx2"):
-        for threads in ("1", "2"):
-            env = os.environ | {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": threads}
-            run = subprocess.run(
-                [sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True
-            )
-            assert run.returncode == 0, run.stderr
-            found.add(run.stdout)
-    assert len(found) == 1 and len(set(found.pop().split())) == 3
+def test_symbols_are_equal_on_every_processor(capsys):
+    "As this one computes, and by torch's narrowest loops in two threads."
+    exec(DIGEST, {})
+    here = capsys.readouterr().out
+    env = os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "2"}
+    run = subprocess.run(
+        [sys.executable, "-c", DIGEST], env=env, capture_output=True, text=True
+    )
+    assert run.stdout == here and len(set(here.split())) == 3, run.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -30,8 +30,8 @@ def error_of(cb, levels):
     return (m2 - 2 * levels * m1 + levels**2 * m0).sum(), m0, m1
 
 
-@pytest.mark.parametrize("d", (None, 2, 3, 4, 64))
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("d", (None, 2, 3, 64))
+@pytest.mark.parametrize("bits", (1, 2, 4, 8))
 def test_affine_is_the_best_step(bits, d):
     cb = uniform(bits, d)
     assert abs(error_of(cb, cb.levels64)[0] - cb.mse) < 1e-9
@@ -39,13 +39,13 @@ def test_affine_is_the_best_step(bits, d):
     k = np.arange(2**bits) - (2**bits - 1) / 2
     step = cb.levels64[-1] / k[-1]
     assert np.abs(cb.levels64 - k * step).max() < 1e-12
-    for s in step * np.linspace(0.3, 2.5, 201):
+    for s in step * np.linspace(0.3, 2.5, 51):
         e = np.concatenate([[-np.inf], (k[1:] + k[:-1]) / 2 * s, [np.inf]])
         m0, m1, m2 = partial_moments(e[:-1], e[1:], d)
         assert (m2 - 2 * k * s * m1 + (k * s) ** 2 * m0).sum() >= cb.mse - 1e-12
 
 
-@pytest.mark.parametrize("d", (2, 3, 4, 7, 64, 1000))
+@pytest.mark.parametrize("d", (2, 3, 7, 1000))
 def test_law(d):
     t = np.linspace(-1.2, 1.2, 241)
     cdf = coordinate_cdf(t, d)
@@ -81,7 +81,7 @@ def best_partition(x, w, k):
     return best[n]
 
 
-@pytest.mark.parametrize("seed", range(72))
+@pytest.mark.parametrize("seed", range(40))
 def test_samples_reach_the_best_partition(seed):
     "In some of the few samples Lloyd's iteration alone stops earlier."
     r, few = np.random.default_rng(seed), seed >= 12
@@ -108,15 +108,12 @@ def test_samples_edge_cases():
         2,
     )
     assert outlier.levels[-1] == 1e6 and outlier.mse < 0.25
-    for bad in ("nan", "inf"):
-        with pytest.raises(ValueError, match="samples must be finite"):
-            lloyd_max_samples(torch.tensor([1.0, 2.0, float(bad)]), 1)
-        with pytest.raises(ValueError, match="weights must be finite"):
-            lloyd_max_samples(torch.tensor([1.0, 2.0]), 1, torch.tensor([1.0, float(bad)]))
+    with pytest.raises(ValueError, match="samples must be finite"):
+        lloyd_max_samples(torch.tensor([1.0, 2.0, math.nan]), 1)
+    with pytest.raises(ValueError, match="weights must be finite"):
+        lloyd_max_samples(torch.tensor([1.0, 2.0]), 1, torch.tensor([1.0, math.inf]))
     with pytest.raises(TypeError, match="samples must be a floating-point tensor"):
         lloyd_max_samples(torch.arange(9), 1)
-    with pytest.raises(TypeError, match="samples must be a floating-point tensor"):
-        lloyd_max_samples([1.0, 2.0], 1)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -166,9 +163,6 @@ def test_snap_of_samples_keeps_their_unit_and_device():
         away.levels.device.type == away.int8().levels.device.type == "meta"
         and away.to_int8_grid() is away
     )
-    with torch.inference_mode():
-        inside = lloyd_max(3, 77).to_int8_grid()
-    assert not inside.levels.is_inference() and not inside.int8().levels.is_inference()
 
 
 def test_bad_tensors():
@@ -194,19 +188,16 @@ def test_bad_tensors():
     assert cb.encode(torch.tensor([math.inf, -math.inf]), check_finite=False).tolist() == [7, 0]
     with pytest.raises(TypeError, match="x must be a floating-point tensor"):
         cb.encode(torch.arange(3))
-    with pytest.raises(TypeError, match="x must be a floating-point tensor"):
-        cb.encode(np.ones(3))
-    for codes in ([8], [-1], [0, 255]):
+    for codes in ([8], [-1]):
         with pytest.raises(ValueError, match=r"codes must lie in 0\.\.7"):
             cb.decode(torch.tensor(codes))
-    for codes in (torch.ones(2), torch.ones(2, dtype=torch.bool)):
-        with pytest.raises(TypeError, match="codes must be a tensor of integers"):
-            cb.decode(codes)
+    with pytest.raises(TypeError, match="codes must be a tensor of integers"):
+        cb.decode(torch.ones(2))
     with pytest.raises(ValueError, match="on cpu like the codebook, got meta"):
         cb.encode(torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="on meta like the codebook, got cpu"):
         cb.to("meta").decode(torch.zeros(2, dtype=torch.uint8))
-    for mse in (0, -1, 1.5, math.nan):
+    for mse in (0, 1.5):
         with pytest.raises(
             ValueError, match="mse must be a finite number above 0 and at most 1"
         ):
@@ -221,26 +212,6 @@ def test_cached_and_usable_under_torch_modes():
     w = torch.ones(3, requires_grad=True)
     (cb.decode(cb.encode(w)) * w).sum().backward()
     assert w.grad is not None
-
-
-def test_import_solves_nothing():
-    code = (
-        "import turboquant_nb.theory.codebook as c; print(c._solve.cache_info().currsize, "
-        "c._uniform.cache_info().currsize)"
-    )
-    assert subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split() == ["0", "0"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda():
-    cb = lloyd_max(3, 128)
-    x = torch.randn(1000, 128)
-    same(cb.to("cuda").encode(x.cuda()).cpu(), cb.encode(x))
-    same(cb.to("cuda").decode(cb.encode(x).cuda()).cpu(), cb.decode(cb.encode(x)))
-    with pytest.raises(ValueError, match="on cpu like the codebook, got cuda"):
-        cb.encode(x.cuda())
 
 
 def test_samples_of_next_to_no_weight_are_left_out():
@@ -295,7 +266,6 @@ def test_a_table_of_given_levels_is_that_table(d):
     "levels, why",
     [
         ([-1.0, 0.0, 1.0], "2..bits"),
-        ([[-1.0, 1.0]], "2..bits"),
         ([-1.0, 1.0, -1.0, 1.0], "ascending"),
         ([-1.0, -1.0, 1.0, 1.0], "ascending"),
         ([-2.0, -1.0, 1.0, 3.0], "symmetric"),
@@ -304,35 +274,6 @@ def test_a_table_of_given_levels_is_that_table(d):
 def test_levels_that_are_no_table(levels, why):
     with pytest.raises(ValueError, match=why):
         codebook.from_levels(torch.tensor(levels))
-
-
-def test_a_tridiagonal_system_and_every_pivot():
-    "Against NumPy; a negative pivot at any place is said."
-    rng = np.random.default_rng(0)
-    for n in (2, 3, 6):
-        diag, off, b = 3 + rng.random(n), rng.random(n - 1), rng.random(n)
-        dense = np.diag(diag) + np.diag(off, 1) + np.diag(off, -1)
-        assert codebook._solve_tridiagonal(diag, off, b) == pytest.approx(
-            np.linalg.solve(dense, b), rel=1e-12
-        )
-        for i in range(n):
-            bad = diag.copy()
-            bad[i] = -5
-            assert codebook._solve_tridiagonal(bad, off * 0.1, b) is None
-    assert codebook._solve_tridiagonal(np.array([0.0, 1.0]), np.zeros(1), np.ones(2)) is None
-
-
-@pytest.mark.parametrize("d", [None, 5, 16])
-def test_newton_starts_at_quantiles_of_the_cube_root(d):
-    "The positive levels halve equal parts of f^(1/3), integrated numerically."
-    from scipy.integrate import quad
-
-    f = lambda t: float(codebook._density(np.array(t), d)) ** (1 / 3)
-    end = 12.0 if d is None else math.sqrt(d)
-    part = [quad(f, 0, y, limit=200)[0] for y in codebook._start(3, d)]
-    assert part == pytest.approx(
-        [(i + 0.5) / 4 * quad(f, 0, end, limit=400)[0] for i in range(4)], rel=1e-6
-    )
 
 
 def test_the_worst_cell_is_split_at_its_mean():
@@ -394,26 +335,6 @@ def test_a_cell_whose_mean_is_its_last_value_is_split_before_it():
     assert codebook._refill(np.array([0, 1, 3]), z, sums, 3).tolist() == [0, 1, 2, 3]
 
 
-def test_groups_of_many_samples_halve_the_cube_root_of_their_density():
-    """With as many runs as groups the groups are seen; each holds an equal part of the sum of
-    f^(1/3) dz, in plain loops."""
-    g = np.random.default_rng(0)
-    z, w = np.sort(g.standard_normal(900)), g.random(900) + 0.1
-    z, w = (z - z.mean()) / np.ptp(z), w / w.sum()
-    sums = [np.append(0.0, np.cumsum(a)) for a in (w, w * z, w * z * z)]
-    got = codebook._first_cut(z, w, sums, 8, groups=8)
-    at = [0.0]
-    for i in range(899):
-        dz = z[i + 1] - z[i]
-        at.append(at[-1] + ((w[i] + w[i + 1]) / 2 / dz) ** (1 / 3) * dz)
-    want = [
-        0,
-        *(next(i for i, a in enumerate(at) if a >= j / 8 * at[-1]) for j in range(1, 8)),
-        900,
-    ]
-    assert got.tolist() == want
-
-
 def test_samples_far_from_zero_are_coded_as_those_about_it():
     "`x - mean`, not `x + mean`: squares of 2^22 times the spread would hold no digit of it."
     g = torch.Generator().manual_seed(0)
@@ -423,25 +344,6 @@ def test_samples_far_from_zero_are_coded_as_those_about_it():
         assert far.levels64 - 2.0**21 == pytest.approx(
             near.levels64, abs=1e-8
         ) and far.mse == pytest.approx(near.mse, rel=1e-6)
-
-
-def test_the_sums_of_samples_are_of_their_powers(monkeypatch):
-    """`w z z`, not `w z`: the best partition does not depend on the third sum, which cell is
-    split next does."""
-    seen = []
-    first = codebook._first_cut
-    monkeypatch.setattr(
-        codebook,
-        "_first_cut",
-        lambda z, w, sums, *more: seen.append((z, w, sums)) or first(z, w, sums, *more),
-    )
-    codebook.lloyd_max_samples(torch.randn(99, generator=torch.Generator().manual_seed(0)), 2)
-    ((z, w, sums),) = seen
-    assert abs((w * z).sum()) < 1e-12 and np.ptp(z) == pytest.approx(1)
-    for power, s in enumerate(sums):
-        assert s == pytest.approx(
-            [math.fsum(w[:i] * z[:i] ** power) for i in range(100)], abs=1e-13
-        )
 
 
 def test_tables_cannot_be_written():
@@ -486,30 +388,18 @@ def test_levels_are_symmetric_to_a_millionth_of_the_largest():
             codebook.from_levels(y + 6e-7 * size)
 
 
-def test_levels_out_of_order_have_no_distortion():
-    "Newton's step is halved until they are in order, and on the support."
-    for y in ([1.0, 0.9], [0.5, 0.5], [-0.1, 1.0], [0.0, 1.0]):
-        assert (
-            codebook._mse_at(np.array(y), 16) == codebook._mse_at(np.array(y), None) == math.inf
-        )
-    assert (
-        codebook._mse_at(np.array([1.0, 4.0]), 16) == math.inf
-        and 0 < codebook._mse_at(np.array([0.5, 1.5]), 16) < 1
-    )
-
-
 def test_negative_weights_are_refused():
     for weights in ([-1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]):
         with pytest.raises(ValueError, match="weights must not be negative"):
             codebook.lloyd_max_samples(torch.tensor([1.0, 2.0, 3.0]), 1, torch.tensor(weights))
 
 
-def test_scipy_is_imported_where_it_is_used():
+def test_an_import_solves_nothing_and_needs_no_scipy():
     "It takes as long as all other imports of a recipe together."
     code = (
         "import sys, turboquant_nb.kernels.ops\nfrom turboquant_nb.theory import codebook\n"
-        "print('scipy' in sys.modules)\ncodebook.lloyd_max(3, 64)\n"
-        "print('scipy.special' in sys.modules)"
+        "print('scipy' in sys.modules, codebook._solve.cache_info().currsize)\n"
+        "print(codebook._uniform.cache_info().currsize)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "True"], done.stderr
+    assert done.stdout.split() == ["False", "0", "0"], done.stderr

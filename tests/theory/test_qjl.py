@@ -64,20 +64,7 @@ def terms(kind, q, r, m, n):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "m,d",
-    [
-        (1, 1),
-        (3, 1),
-        (1, 8),
-        (7, 8),
-        (8, 8),
-        (9, 8),
-        (40, 16),
-        (130, 64),
-        (5, 96),
-        (100, 80),
-        (31, 23),
-    ],
+    "m,d", [(1, 1), (3, 1), (1, 8), (7, 8), (9, 8), (130, 64), (100, 80), (31, 23)]
 )
 def test_matrix(kind, m, d):
     S = sketch_matrix(m, d, kind, seed=3)
@@ -98,14 +85,6 @@ def test_matrix(kind, m, d):
             torch.testing.assert_close(
                 gram, torch.eye(len(block), dtype=torch.float64), atol=2e-6, rtol=0
             )
-
-
-def test_matrix_in_inference_mode_can_be_used_in_autograd():
-    with torch.inference_mode():
-        S = sketch_matrix(8, 4, "orthogonal")
-    q = torch.ones(1, 4, requires_grad=True)
-    qjl_scores(q, *qjl_encode(torch.ones(2, 4), S), S).sum().backward()
-    assert q.grad.isfinite().all()
 
 
 def test_global_state_is_untouched():
@@ -180,20 +159,6 @@ def test_hadamard_rows_come_in_random_order():
 # ---- signs and bytes
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-10, 1e10, 1e30, 1e37])
-def test_scale_changes_no_sign(scale, gen):
-    S, r = sketch_matrix(64, 32, "orthogonal"), torch.randn(200, 32, generator=gen)
-    packed, norm = qjl_encode(r * scale, S)
-    differ = unpack_signs(packed, 64) != sign_bits(r, S)
-    near = (r @ S.T).abs() / r.norm(
-        dim=-1, keepdim=True
-    ) < 1e-4  # rounding of r * scale may move these
-    assert not (differ & ~near).any()
-    torch.testing.assert_close(
-        norm.double(), (r * scale).double().norm(dim=-1), rtol=1e-5, atol=1e-44
-    )
-
-
 def test_zero_tie_and_negation(gen):
     S = sketch_matrix(16, 8)
     packed, norm = qjl_encode(torch.zeros(3, 8), S)
@@ -206,20 +171,6 @@ def test_zero_tie_and_negation(gen):
     same(sign_bits(-r, S), 1 - sign_bits(r, S))
     tie = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     same(sign_bits(torch.tensor([1.0, -1.0]), tie), torch.tensor([0, 1], dtype=torch.uint8))
-
-
-def test_autocast_leaves_the_arithmetic_in_fp32(gen):
-    S, r, q = (
-        sketch_matrix(64, 64),
-        torch.randn(500, 64, generator=gen),
-        torch.randn(7, 64, generator=gen),
-    )
-    packed, norm = qjl_encode(r, S)
-    scores, vector = qjl_scores(q, packed, norm, S), qjl_decode(packed, norm, S)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        same(qjl_encode(r, S)[0], packed)
-        same(qjl_scores(q, packed, norm, S), scores)
-        same(qjl_decode(packed, norm, S), vector)
 
 
 # ---- scores
@@ -241,16 +192,6 @@ def test_scores_broadcast_as_matmul(lead_q, lead_r, gen):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert qjl_scores(q[..., :0, :], packed, norm, S).shape == (*want.shape[:-2], 0, 7)
     assert qjl_scores(q, packed[..., :0, :], norm[..., :0], S).shape == (*want.shape[:-2], 5, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_low_precision_arguments_mean_their_fp32_values(dtype, gen):
-    S = sketch_matrix(24, 16)
-    q, r = torch.randn(5, 16, generator=gen).to(dtype), torch.randn(7, 16, generator=gen)
-    packed, norm = qjl_encode(r, S)
-    low = norm.to(dtype)
-    same(qjl_scores(q, packed, low, S), qjl_scores(q.float(), packed, low.float(), S))
-    same(qjl_decode(packed, low, S), qjl_decode(packed, low.float(), S))
 
 
 def test_scores_never_hold_one_float_per_sign(gen):
@@ -284,26 +225,19 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize("f", [sign_bits, qjl_encode])
 def test_bad_vectors(f):
     S, r = sketch_matrix(11, 8), torch.ones(3, 8)
-    for bad in (NAN, INF, -INF):
-        with pytest.raises(ValueError, match="r must be finite"):
-            f(torch.tensor([1.0] * 7 + [bad]), S)
-        with pytest.raises(ValueError, match="S must be finite"):
-            f(r, S.clone().index_fill(0, torch.tensor([2]), bad))
-    for wrong in (torch.ones(3, 7), torch.ones(3, 9), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"r must have shape \[..., 8\]"):
-            f(wrong, S)
-    for wrong in (torch.ones(3, 8, dtype=torch.int32), [1.0] * 8, None):
-        with pytest.raises(TypeError, match="r must be a floating-point tensor"):
-            f(wrong, S)
-    with pytest.raises(TypeError, match="S must be a floating-point tensor"):
-        f(r, S.int())
-    for wrong in (S[0], S[None], S[:0], S[:, :0]):
-        with pytest.raises(ValueError, match=r"S must have shape \[m, d\]"):
-            f(r, wrong)
-    with pytest.raises(ValueError, match="r must be on cpu like the sketch, got meta"):
-        f(r.to("meta"), S)
-    with pytest.raises(ValueError, match="r must be finite"):
-        f(torch.full((8,), 1e39, dtype=torch.float64), S)  # Inf in float32
+    for error, text, args in [
+        (ValueError, "r must be finite", (torch.tensor([1.0] * 7 + [INF]), S)),
+        (ValueError, "r must be finite", (torch.full((8,), 1e39, dtype=torch.float64), S)),
+        (ValueError, "S must be finite", (r, S.clone().index_fill(0, torch.tensor([2]), NAN))),
+        (ValueError, r"r must have shape \[..., 8\]", (torch.ones(3, 7), S)),
+        (TypeError, "r must be a floating-point tensor", (torch.ones(3, 8).int(), S)),
+        (TypeError, "S must be a floating-point tensor", (r, S.int())),
+        (ValueError, r"S must have shape \[m, d\]", (r, S[0])),
+        (ValueError, r"S must have shape \[m, d\]", (r, S[:0])),
+        (ValueError, "r must be on cpu like the sketch, got meta", (r.to("meta"), S)),
+    ]:
+        with pytest.raises(error, match=text):
+            f(*args)
 
 
 def test_norm_overflow():
@@ -314,28 +248,21 @@ def test_norm_overflow():
 
 
 def test_bad_bits_and_bytes():
-    for wrong in (
-        torch.ones(8),
-        torch.ones(8, dtype=torch.bool),
-        torch.ones(8, dtype=torch.long),
-        [0, 1],
-    ):
-        with pytest.raises(TypeError, match="bits must be a uint8 tensor"):
-            pack_signs(wrong)
-        with pytest.raises(TypeError, match="packed must be a uint8 tensor"):
-            unpack_signs(wrong, 8)
+    with pytest.raises(TypeError, match="bits must be a uint8 tensor"):
+        pack_signs(torch.ones(8, dtype=torch.bool))
+    with pytest.raises(TypeError, match="packed must be a uint8 tensor"):
+        unpack_signs(torch.ones(8, dtype=torch.long), 8)
     for wrong in (torch.tensor(1, dtype=torch.uint8), torch.ones(3, 0, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="bits must have shape"):
             pack_signs(wrong)
     with pytest.raises(ValueError, match=r"bits must lie in 0\.\.1, got 0\.\.7"):
         pack_signs(torch.tensor([0, 7], dtype=torch.uint8))
     packed = torch.zeros(3, 2, dtype=torch.uint8)
-    for m in (1, 8, 17, 100):
+    for m in (8, 17):
         with pytest.raises(ValueError, match="packed must have shape"):
             unpack_signs(packed, m)
-    for m, error in ((0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="m must be an integer"):
-            unpack_signs(packed, m)
+    with pytest.raises(ValueError, match="m must be an integer"):
+        unpack_signs(packed, 0)
 
 
 def test_bad_scores_and_decode(gen):
@@ -343,13 +270,11 @@ def test_bad_scores_and_decode(gen):
     packed, norm = qjl_encode(torch.randn(5, 8, generator=gen), S)
     cases = [
         (ValueError, "q must have shape", (q[0], packed, norm, S)),
-        (ValueError, "q must have shape", (q[:, :7], packed, norm, S)),
         (ValueError, "a score overflows float32", (q * 1e38, packed, norm, S)),
         (ValueError, "a score overflows float32", (q * 1e4, packed, norm * 2e37, S)),
         (TypeError, "q must be a floating-point", (q.int(), packed, norm, S)),
         (ValueError, "q must be finite", (q * INF, packed, norm, S)),
         (ValueError, r"packed must have shape \[..., T, 3\], got", (q, packed[:, :2], norm, S)),
-        (ValueError, r"packed must have shape \[..., T, 3\]", (q, packed[0], norm[0], S)),
         (
             TypeError,
             "packed must be a uint8 tensor, got torch.int64",
@@ -359,7 +284,6 @@ def test_bad_scores_and_decode(gen):
         (TypeError, "norm must be a floating-point", (q, packed, norm.int(), S)),
         (ValueError, "norm must be finite", (q, packed, norm / 0, S)),
         (ValueError, "norm must not be negative", (q, packed, -norm, S)),
-        (ValueError, "norm must not be negative", (q, packed, norm.clamp(max=0.1) * -1, S)),
         (ValueError, "S must be finite", (q, packed, norm, S / 0)),
         (ValueError, "packed must be on cpu", (q, packed.to("meta"), norm, S)),
         (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
@@ -379,6 +303,7 @@ def test_bad_scores_and_decode(gen):
             r"signs must have shape \[..., 3\] packed or \[..., 20\] as bits, got \[5, 2\]",
             (packed[:, :2], norm, S),
         ),
+        (ValueError, r"signs must have shape .*, got \[\]", (bits[0, 0], norm[0], S)),
         (ValueError, r"signs must lie in 0\.\.1, got ", (bits + 1, norm, S)),
         (TypeError, "signs must be a uint8", (bits.bool(), norm, S)),
         (ValueError, "norm must have shape", (bits, norm[:2], S)),
@@ -392,7 +317,6 @@ def test_bad_variance():
     x = torch.ones(3, 8)
     for error, text, args in [
         (ValueError, "m must", (x, x, 0)),
-        (TypeError, "m must", (x, x, 1.5)),
         (
             ValueError,
             "kind must be one of 'gaussian', 'orthogonal', got 'hadamard'",
@@ -402,7 +326,6 @@ def test_bad_variance():
         (TypeError, "r must be a floating-point", (x, x.int(), 4)),
         (ValueError, "r must be finite", (x, x * NAN, 4)),
         (ValueError, r"q and r must have shape \[..., d\]", (x, x[:, :7], 4)),
-        (ValueError, "q and r must have shape", (x, torch.tensor(1.0), 4)),
         (ValueError, "q and r must be on one device", (x, x.to("meta"), 4)),
         (ValueError, "q and r must have shape", (x[:, :0], x[:, :0], 4)),
         (ValueError, "leading dimensions of q and r must broadcast", (x, x[:2], 4)),
@@ -422,10 +345,3 @@ def test_no_row_of_a_hadamard_sketch_is_a_channel(d):
         assert rows @ rows.mT == pytest.approx(
             torch.eye(d).numpy() * float((rows[0] ** 2).sum()), abs=1e-5
         )
-
-
-def test_a_sign_without_a_dimension_is_refused():
-    from turboquant_nb.theory.qjl import qjl_decode, sketch_matrix
-
-    with pytest.raises(ValueError, match=r"signs must have shape .*, got \[\]"):
-        qjl_decode(torch.tensor(1, dtype=torch.uint8), torch.tensor(1.0), sketch_matrix(8, 4))

@@ -9,7 +9,6 @@ import torch
 from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode, scalar_codebook
 from turboquant_nb.quant.recipe import Recipe, preset
-from turboquant_nb.quant.residual import SketchedCode, sign_codebook
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook, rates
 from turboquant_nb.theory.codebook import Codebook, lloyd_max, lloyd_max_samples, uniform
@@ -33,27 +32,6 @@ def mixed(bits, d=None, std=None):
     return MixedCodebook({b: lloyd_max(b, d) for b in set(bits) if b}, bits, std)
 
 
-VECTORS = [
-    (3,),
-    (0, 0),
-    (1, 2, 3, 4),
-    (4, 4, 2, 2),
-    (2, 4, 2, 4, 0, 1),
-    (8, 5, 0, 1),
-    (3,) * 8 + (2,) * 8,
-]
-
-
-def test_groups_partition_the_channels():
-    for bits in VECTORS:
-        seen = []
-        for b, index, book in mixed(bits).groups:
-            part = list(range(len(bits)))[index] if isinstance(index, slice) else index
-            seen += part
-            assert all(bits[j] == b for j in part) and (book is None) == (b == 0)
-        assert sorted(seen) == list(range(len(bits)))
-
-
 def test_std_stretches_the_table():
     std = torch.tensor([2.0, 0.5, 1.0])
     book, plain = mixed((3, 2, 0), std=std), mixed((3, 2, 0))
@@ -62,15 +40,7 @@ def test_std_stretches_the_table():
     assert torch.equal(book.decode(book.encode(x)), plain.decode(plain.encode(x / std)) * std)
     assert book.mse == pytest.approx((4 * D[3] + 0.25 * D[2] + 1) / 3)
     assert torch.equal(book.to("cpu").levels, book.levels)
-
-
-def test_mixed_non_contiguous_and_meta():
-    book = mixed((3, 2, 3, 2))
-    x = torch.randn(4, 6, 5, generator=gen()).transpose(1, 2)[..., :4]
-    assert torch.equal(book.encode(x), book.encode(x.contiguous()))
-    assert book.to("meta").levels.device.type == "meta"
-    moved = book.to("cpu")
-    assert [b for b, _, _ in moved.groups] == [b for b, _, _ in book.groups]
+    assert plain.to("meta").levels.device.type == "meta"
 
 
 @pytest.mark.parametrize("table", ["sphere", "uniform"])
@@ -88,17 +58,7 @@ def test_make_quantizer_tables(table, bits):
         assert have == [make(b, 16).to_int8_grid().mse for b in q.codebook.channel_bits]
 
 
-@pytest.mark.parametrize("table", ["sphere", "uniform"])
-def test_make_quantizer_residuals(table):
-    sign = make_quantizer(Spec(bits=3, residual="sign", codebook=table), 16)
-    assert sign.codebook.bits == 3
-    if table == "sphere":
-        assert torch.equal(sign.codebook.levels, sign_codebook(3, 16).to_int8_grid().levels)
-    sketched = make_quantizer(Spec(bits=3, residual="qjl", codebook=table), 16)
-    assert isinstance(sketched.code, SketchedCode)
-
-
-@pytest.mark.parametrize("d", [16, 64, 80, 128])
+@pytest.mark.parametrize("d", [16, 80])
 @pytest.mark.parametrize("table", ["sphere", "uniform"])
 @pytest.mark.parametrize(
     "spec",
@@ -128,15 +88,6 @@ def test_every_table_is_snapped(spec, table, d):
                 grid.levels, best.int8().levels
             )
     codes = q.codebook.encode(torch.randn(50, d, generator=gen()))
-    cut = (
-        truncate(q.codebook)
-        if q.codebook.bits > 1 and not isinstance(q.codebook, MixedCodebook)
-        else None
-    )
-    assert cut is None or (
-        cut.grid is None
-        and torch.equal(cut.encode(torch.zeros(1)), q.codebook.encode(torch.zeros(1)) >> 1)
-    )
     assert q.codebook.decode(codes).shape == codes.shape
 
 
@@ -145,19 +96,6 @@ def test_a_vector_of_equal_bits_is_the_plain_code():
     a, b = make_quantizer(Spec(bits=3), 32), make_quantizer(Spec(bits=(3,) * 32), 32)
     for one, other in zip(encode(a, x)[:2], encode(b, x)[:2]):
         assert torch.equal(one, other)
-
-
-def test_calibrated_codebook_through_the_quantizer():
-    d = 16
-    v = 1 / np.arange(1, d + 1)
-    v /= v.mean()
-    bits = allocate_channels(v, 3 * d)
-    book = mixed(tuple(bits.tolist()), std=torch.tensor(v).sqrt().float())
-    q = Quantizer(Spec(rotation="identity", scale="norm"), d, codebook=book)
-    plain = Quantizer(Spec(rotation="identity", scale="norm"), d)
-    x = torch.randn(4000, d, generator=gen()) * book.std
-    error = [float((x - decode(k, encode(k, x))).square().mean()) for k in (q, plain)]
-    assert error[0] < error[1] / 2
 
 
 def test_truncate_of_samples_is_the_conditional_mean():
@@ -232,15 +170,6 @@ def test_bfloat16_variances():
     assert torch.equal(allocate_channels(v.bfloat16(), 6), allocate_channels(v, 6))
 
 
-def test_a_channel_may_have_eight_bits():
-    "The most that a table has: all of a budget can be spent, and no more."
-    v = torch.tensor([1e9, 1.0])
-    assert allocate_channels(v, 16, 0, 8).tolist() == [8, 8]
-    assert allocate_channels(v, 9, 0, 8).tolist() == [8, 1]
-    with pytest.raises(ValueError, match="hi"):
-        allocate_channels(v, 9, 0, 9)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_allocate_is_optimal(seed):
     v = torch.rand(4, generator=gen(seed)) ** 3 + 1e-3
@@ -291,6 +220,7 @@ BAD = [
     (lambda: allocate_channels([1.0, 1.0], 2.0), TypeError, "budget"),
     (lambda: allocate_channels([1.0], 2, lo=3, hi=2), ValueError, "lo must not exceed hi"),
     (lambda: allocate_channels([1.0], 2, hi=9), ValueError, "hi must be"),
+    (lambda: allocate_channels([1.0], 2, lo=-1), ValueError, "lo must be"),
     (lambda: by_layer("k3v3", 0, {}), ValueError, "n_layers"),
     (lambda: by_layer("k3v3", 2, {2: "k4v4"}), ValueError, "from -2 to 1"),
     (lambda: by_layer("k3v3", 2, {1: "k4v4", -1: "k4v4"}), ValueError, "same one"),
@@ -307,8 +237,6 @@ BAD = [
     (lambda: entropy_encode(torch.tensor([1]), torch.ones(2, 2)), ValueError, "a row for each"),
     (lambda: entropy_decode(b"", torch.ones(2), (2,)), ValueError, "whole 32-bit"),
     (lambda: entropy_decode(b"1234", torch.ones(2), (-1,)), ValueError, "shape must be"),
-    (lambda: entropy_decode(b"1234", torch.ones(2), ()), ValueError, "shape must be"),
-    (lambda: entropy_decode(b"1234", torch.ones(2), (2.0,)), ValueError, "shape must be"),
     (lambda: entropy_decode(None, torch.ones(2), (2,)), TypeError, "data must be bytes"),
     (lambda: MixedCodebook(None, (2, 2)), TypeError, "one Codebook per channel"),
     (lambda: MixedCodebook((2, 2), (2, 2)), TypeError, "channel 0 must be a Codebook, got int"),
@@ -372,9 +300,6 @@ def test_bits_between_equal_bounds():
     v = torch.tensor([1.0, 2.0, 4.0])
     for b in (0, 2, 8):
         assert rates.allocate_channels(v, 3 * b, b, b).tolist() == [b] * 3
-    for lo, hi in ((3, 2), (-1, 2), (0, 9)):
-        with pytest.raises(ValueError):
-            rates.allocate_channels(v, 6, lo, hi)
 
 
 def test_a_shorter_row_of_levels_repeats_its_last_one():

@@ -6,6 +6,7 @@ import ast
 import importlib
 import itertools
 import os
+import platform
 import runpy
 import subprocess
 import sys
@@ -74,7 +75,11 @@ def test_every_experiment_starts(name, measured, monkeypatch):
     if name == "chapters":  # of processes those of its gate alone
         chapters = importlib.import_module("eval.chapters")
         begun, gate = chapters.run, {"right", "wrong", "endless"}
-        ran = lambda path, *a: begun(path, *a) if path.stem in gate else (True, 1.0, "")
+
+        def ran(path, *a):
+            passed, seconds, said = begun(path, *a) if path.stem in gate else (True, 1.0, "")
+            return passed, seconds / 4, said  # the endless one ends soon
+
         monkeypatch.setattr(chapters, "run", ran)
         monkeypatch.setattr(chapters, "PROBE", "print('2.9 5.0')")
     found = measured(name, *run.EXPERIMENTS[name].smallest.split())
@@ -92,11 +97,10 @@ def test_what_a_machine_lacks_is_said(name, measured, monkeypatch):
         measured(name, *["--older", "x"] * (name == "beside"))
 
 
-@pytest.mark.parametrize("script", ["run.py", "bench/run.py"])
-def test_commands_list_what_there_is(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [script, "--list"])
+def test_commands_list_what_there_is(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--list"])
     with pytest.raises(SystemExit) as done:
-        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+        runpy.run_path(str(SCRIPTS / "run.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert done.value.code == 0 and all(f"  {name} " in said for name in run.EXPERIMENTS)
 
@@ -120,6 +124,7 @@ def test_packages_of_others_are_measured_apart(measured, tmp_path, monkeypatch):
 
         wait = lambda self: 0
 
+    platform.processor()  # asks a process of its own, once
     monkeypatch.setattr(subprocess, "Popen", Here)
     words = "--layers 2 --windows 2 --length 112 --prompt 106 --protocols decode --only "
     words += "turboquant==0.2.0"
@@ -199,16 +204,6 @@ def test_passes_with_drafts_are_timed_behind_the_prompt(without_gpu, monkeypatch
         assert r["token_ms"] == sum(times) / tokens and r["a_pass"] == tokens / len(times), r
 
 
-def test_shapes_have_names():
-    cases = importlib.import_module("bench.cases")
-    assert all(
-        isinstance(c, cases.Shape) and c.d in (64, 80, 112, 128, 256) and c.tokens >= 1024
-        for c in cases.CASES["decode_kernel"]
-    )
-    assert set(cases.CASES["decode_kernel, quick"]) < set(cases.CASES["decode_kernel"])
-    assert set(cases.CASES["generate, quick"]) < set(cases.CASES["generate"])
-
-
 @pytest.fixture
 def a(tmp_path):
     code = results.Tree("0" * 40)
@@ -286,37 +281,21 @@ def test_times():
 
 def test_kinds_and_shapes_of_engines():
     engine = importlib.import_module("bench.serving_engine")
-    assert engine.options("k3v3-128", 8, 1, 0.5)["additional_config"] == {
-        "turboquant_nb": {"recipe": "k3v3", "means": False, "recent": 0, "sinks": 0}
-    }
-    exact = engine.options("k4v3-64-r16-s4", 96, 1, 0.5)
-    assert (
-        exact["additional_config"]
-        == {"turboquant_nb": {"recipe": "k4v3", "means": False, "recent": 16, "sinks": 4}}
-        and exact["block_size"] == 64
-    )
-    assert (
-        exact["max_num_seqs"]
-        == 96
-        == exact["compilation_config"]["cudagraph_capture_sizes"][-1]
-    )
-    trellis = engine.options("k2v2-trellis-128-r16-s4", 8, 1, 0.5)["additional_config"]
-    assert trellis["turboquant_nb"]["recipe"] == "k2v2-trellis"
-    config = ServingConfig.of(trellis["turboquant_nb"])
-    assert config.recipe.key.codebook == config.recipe.value.codebook == "trellis"
+    exact = engine.options("k2v2-trellis-64-r16-s4", 96, 1, 0.5)
+    told = exact["additional_config"]["turboquant_nb"]
+    assert told == {"recipe": "k2v2-trellis", "means": False, "recent": 16, "sinks": 4}
+    assert exact["block_size"] == 64 and exact["max_num_seqs"] == 96
+    assert exact["compilation_config"]["cudagraph_capture_sizes"][-1] == 96
+    config = ServingConfig.of(told)
     assert config.bytes_per_token(128) == 68 and (config.recent, config.sinks) == (16, 4)
-    assert engine.options("fp8", 8, 1, 0.5)[
-        "kv_cache_dtype"
-    ] == "fp8" and "kv_cache_dtype" not in engine.options("bf16", 8, 1, 0.5)
-    assert [
-        engine.shape_of(x)
-        for x in ("8x32000x48", "ragged:8x32000x48", "first:1x32000", "full:80x8192x512")
-    ] == [
-        ("token", 8, 32000, 48),
-        ("ragged", 8, 32000, 48),
-        ("first", 1, 32000, 1),
-        ("full", 80, 8192, 512),
-    ]
+    assert engine.options("fp8", 8, 1, 0.5)["kv_cache_dtype"] == "fp8"
+    assert "kv_cache_dtype" not in engine.options("bf16", 8, 1, 0.5)
+    shapes = {
+        "8x32000x48": ("token", 8, 32000, 48),
+        "ragged:8x32000x48": ("ragged", 8, 32000, 48),
+        "first:1x32000": ("first", 1, 32000, 1),
+    }
+    assert {x: engine.shape_of(x) for x in shapes} == shapes
 
 
 def test_steps_beside_prompts_that_are_read_again_are_no_steps():
@@ -342,65 +321,52 @@ def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run():
     assert engine.each_step(ends) == pytest.approx(5)
     with pytest.raises(ValueError, match="more than 12 steps to be timed, got 12"):
         engine.each_step(ends[:12])
-    fake = type("Engine", (), {"step": lambda self: "out"})()
-    timed = engine.timed_steps(fake, iter((9, 8)).__next__)
-    assert [fake.step(), fake.step()] == ["out", "out"]
-    assert [tokens for _, tokens in timed] == [9, 8] and timed[0][0] <= timed[1][0]
 
 
-def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass():
+HELD = dict(worst=0.004, calls=9, chunks_with_past=3, preempted=1, firsts=7)
+KINDS = ["bf16", "k3v3-128", "k3v3-128-r16-s4"]
+
+
+@pytest.mark.parametrize(
+    "found, kinds, kept, said",
+    [
+        ({}, KINDS, 3, ""),
+        (dict(firsts=dict(error="ended with 1")), KINDS, 2, "not passed: firsts"),
+        (dict(firsts=HELD | dict(worst=0.1)), KINDS, 2, "not passed: firsts"),
+        (dict(firsts=HELD | dict(firsts=0)), KINDS, 2, "not passed: firsts"),
+        (dict(plain=HELD | dict(preempted=0)), KINDS, 1, "not passed: plain"),
+        (dict(graphs=dict(decided=30, wrong=1)), KINDS, 1, "not passed: graphs"),
+        (dict(graphs=dict(decided=0, wrong=0)), KINDS, 1, "not passed: graphs"),
+        (dict(plain=dict(unfinished=90)), KINDS, 3, "not finished: plain"),
+        (dict(trellis=HELD), ["k2v2-trellis-128"], 1, ""),
+        # what a kind must have passed, not only where it was run
+        ({}, ["bf16", "k2v2-trellis-128"], 1, "so not measured: k2v2-trellis-128"),
+        ({}, ["k3v3-128", "bf16", "k3v3-128"], 3, ""),
+    ],
+)
+def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(
+    found, kinds, kept, said
+):
     serving = importlib.import_module("bench.serving")
-    kinds = ["bf16", "k3v3-128", "k3v3-128-r16-s4"]
-    good = dict(worst=0.004, calls=9, chunks_with_past=3, preempted=1, firsts=7)
-    found = lambda **more: {
-        part: dict(x, passed=serving.holds(part, x))
-        for part, x in (
-            dict(plain=good, firsts=good, graphs=dict(decided=30, wrong=0)) | more
-        ).items()
-    }
-    assert (
-        serving.verdict(found(), kinds)[1] == kinds
-        and serving.verdict(found(), kinds)[0]["passed"]
-    )
-    for bad in (dict(error="ended with 1"), good | dict(worst=0.1), good | dict(firsts=0)):
-        gate, kept = serving.verdict(found(firsts=bad), kinds)
-        assert (
-            kept == kinds[:2]
-            and gate["passed"]
-            and "firsts" in gate["cmd"].partition("not passed")[2]
-        )
-    for part, bad in (
-        ("plain", good | dict(preempted=0)),
-        ("graphs", dict(decided=30, wrong=1)),
-        ("graphs", dict(decided=0, wrong=0)),
-    ):
-        gate, kept = serving.verdict(found(**{part: bad}), kinds)
-        assert kept == ["bf16"] and not gate["passed"]
-    late = serving.verdict(found(plain=dict(unfinished=90)), kinds)
-    assert (
-        late[1] == kinds
-        and "not finished: plain" in late[0]["cmd"]
-        and serving.verdict(dict(plain=dict(unfinished=90, passed=False)), kinds)[1] == ["bf16"]
-    )
-    more = found(learnt=dict(good, learnt=3, sliding=2))
-    for part, kind, how in (
-        ("trellis", "k2v2-trellis-128", {}),
-        ("learnt", "k3v3-128", dict(model="gpt-oss-20b")),
-    ):  # what a kind must have passed, not only where it was run
-        assert serving.verdict(found(), [kind], **how)[1] == []
-        if part != "trellis":
-            assert serving.verdict(more, [kind], **how)[1] == [kind]
-        bad = serving.verdict(more | {part: dict(good, passed=False)}, ["bf16", kind], **how)
-        assert bad[1] == ["bf16"] and bad[0]["cmd"].endswith(f"so not measured: {kind}")
-    assert serving.verdict(found(trellis=good), ["k2v2-trellis-128"])[1]
-    assert serving.verdict(found(), ["k3v3-128", "bf16", "k3v3-128"])[1].count("k3v3-128") == 2
+    whole = dict(plain=HELD, firsts=HELD, graphs=dict(decided=30, wrong=0)) | found
+    whole = {part: dict(x, passed=serving.holds(part, x)) for part, x in whole.items()}
+    gate, measured = serving.verdict(whole, kinds)
+    assert measured == kinds[:kept] and said in gate["cmd"]
+    assert gate["passed"] == any(kind != "bf16" for kind in measured)
+
+
+def test_a_kind_of_engine_has_the_gate_of_its_model():
+    serving = importlib.import_module("bench.serving")
+    good, kinds = dict(HELD, learnt=3, sliding=2), ["bf16", "k3v3-128"]
+    found = {part: dict(good, passed=True) for part in ("plain", "learnt")}
+    asked = lambda **how: serving.verdict(found | how, kinds, model="gpt-oss-20b")[1]
+    assert asked() == kinds
+    assert asked(learnt=dict(good, passed=False)) == ["bf16"]
     assert serving.verdict({}, ["bf16"])[0]["passed"] and serving.gate([], 1) == {}, (
         "a kind that is not ours has no gate"
     )
-    assert (
-        serving.verdict({}, kinds)[1] == ["bf16"]
-        and not serving.verdict({}, kinds)[0]["passed"]
-    ), "ours have"
+    gate, kept = serving.verdict({}, kinds)
+    assert kept == ["bf16"] and not gate["passed"], "ours have"
 
 
 def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
@@ -410,16 +376,10 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
         def __init__(self, kind, a, gib):
             self.kind, self.gib, self.process = kind, gib, self
 
-        def wait_ready(self):
-            log.append(f"ready {self.kind}")
-
         def go_on(self):
             log.append(f"go {self.kind} {self.gib}")
             if self.kind == "late":
                 raise BrokenPipeError
-
-        def start(self, seconds):
-            return None if self.kind == "late" else dict(kind=self.kind, what="start")
 
         def rows(self, seconds):
             log.append(f"measure {self.kind}")
@@ -427,7 +387,8 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
                 raise BrokenPipeError
             yield dict(kind=self.kind, what="token")
 
-        kill = wait = lambda self: None
+        start = lambda self, seconds: None
+        wait_ready = kill = wait = lambda self: None
 
     monkeypatch.setattr(serving, "Engine", Engine)
     (tmp_path / "turn").touch()
@@ -435,7 +396,7 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
     a.until, a.seconds, a.least, a.gpus, a.together = 10**6, 9, 0, 1, 2
     a.turn = str(tmp_path / "turn")
     got = [*serving.rows(a, ["bf16", "k3v3-128", "late", "fp8"])]
-    assert log[4:] == [
+    assert log == [
         "go bf16 4",
         "go k3v3-128 2",
         "measure bf16",
@@ -445,15 +406,8 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
         "measure late",
         "measure fp8",
     ]
-    assert [(r["kind"], r["what"]) for r in got] == [
-        ("bf16", "start"),
-        ("bf16", "token"),
-        ("k3v3-128", "start"),
-        ("k3v3-128", "token"),
-        ("late", "no token"),
-        ("fp8", "start"),
-        ("fp8", "token"),
-    ]
+    found = {r["kind"]: r["what"] for r in got}
+    assert found == dict.fromkeys(["bf16", "k3v3-128", "fp8"], "token") | {"late": "no token"}
     a.least = 10**7
     assert not [*serving.rows(a, ["bf16"])], "no time is left"
 

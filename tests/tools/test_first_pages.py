@@ -113,10 +113,6 @@ def test_the_bars_are_what_the_files_say():
     code = load.replace('"../results/', f'"{ROOT}/results/').replace("#| hide", "")
     exec(compile(code, "index", "exec"), space)
     assert [f"{x / 1e9:.1f}" for x in space["held"].values()] == ["34.6", "9.0", "6.8"]
-    calls = [space[x] for x in ("theirs", "new", "compiled")]
-    assert [round(x) for x in calls] == [310, 898, 1157]
-    assert [round(x) for x in space["served"].values()] == [685, 972, 1267]
-    assert [*space["right"].values()] == [638, 628, 640] and space["questions"] == 1319
     (draw,) = (x for x in cells if "def bars(" in x)
     drawn = draw[draw.index("panels = [") : draw.index("tall = [")]
     typed = {*numbers(re.sub(r"\{[^{}]*\}", "", drawn))}
@@ -509,7 +505,7 @@ def test_recipes_of_the_guide_are_recipes():
     for word in ("none", "sign", "prod", "rescale"):
         assert f'"{word}"' in GUIDE_TEXT and Recipe(residual=word).key
     assert {*re.findall(r"`(k\dv\d(?:-\w+)?)`", GUIDE_TEXT)} <= PRESETS.keys()
-    assert inputs.PRESETS == tuple(PRESETS) and ", ".join(PRESETS) in inputs.RECIPE
+    assert ", ".join(PRESETS) in inputs.RECIPE
     for name in ("k2v2", "k3v3"):
         assert f"`{name}-trellis`" in GUIDE_TEXT
         small, table = preset(f"{name}-trellis"), preset(name)

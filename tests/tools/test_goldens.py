@@ -1,7 +1,7 @@
 "Goldens tell a package that computes something else from one that does not."
 
+import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(HERE / "scripts" / "tools"))
 import goldens  # noqa: E402
 
 
-def test_what_changed_is_seen_and_nothing_else(tmp_path):
+def test_what_changed_is_seen_and_nothing_else(tmp_path, monkeypatch, capsys):
     """An older package that decodes a thousandth larger has other states; logits, which are
     read from the codes, and bytes are the same."""
     shutil.copytree(Path(turboquant_nb.__file__).parent, tmp_path / "turboquant_nb")
@@ -20,12 +20,20 @@ def test_what_changed_is_seen_and_nothing_else(tmp_path):
     text, line = path.read_text(), "q.rotation.inverse(q.decode_rotated(coded))"
     assert line in text, f"{line} is not in quantizer.py: change this mutant with it"
     path.write_text(text.replace(line, f"1.001 * {line}"))
-    command = [sys.executable, "scripts/tools/goldens.py", str(tmp_path)]
-    command += ["--backends", "torch", "--cases", "prefill", "--recipes", "k3v3"]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-    changed, last = done.stdout.splitlines()
+    only = "--backends torch --cases prefill --recipes k3v3".split()
+
+    def here(folder, args):
+        "The newer package is the one that is imported here."
+        if Path(folder) == tmp_path:
+            return apart(folder, args)
+        return json.loads(json.dumps(goldens.computed("cpu", *map(list, named(args)))))
+
+    apart, named = goldens.of_package, lambda a: (a.backends, a.cases, a.recipes)
+    monkeypatch.setattr(goldens, "of_package", here)
+    assert goldens.main([str(tmp_path), *only])
+    changed, last = capsys.readouterr().out.splitlines()
     assert changed.startswith("k3v3 · torch · prefill: states [")
-    assert (done.returncode, last) == (1, "1 cases, 1 differences")
+    assert last == "1 cases, 1 differences"
 
 
 def test_a_refusal_of_both_is_no_difference():

@@ -172,22 +172,17 @@ def test_a_notebook_in_a_folder_is_not_skipped_in_silence(tmp_path, monkeypatch)
     monkeypatch.setattr(check, "ROOT", tmp_path)
     monkeypatch.setattr(check, "settings", lambda: {"nbs_path": "nbs"})
     (tmp_path / "settings.ini").write_text("[DEFAULT]\nnbs_path = nbs\n")
-    for name in ("10_a.ipynb", "guide.ipynb", ".ipynb_checkpoints/10_a-checkpoint.ipynb"):
+    there = ["10_a.ipynb", "reference/87a_b.ipynb", "guide.ipynb"]
+    for name in (*there, ".ipynb_checkpoints/10_a-checkpoint.ipynb"):
         (tmp_path / "nbs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "nbs" / name).write_text("{}")
-    assert [p.name for p in check.notebooks()] == ["10_a.ipynb", "guide.ipynb"]
-    (tmp_path / "nbs" / "reference").mkdir()
-    (tmp_path / "nbs" / "reference" / "87a_b.ipynb").write_text("{}")
-    assert [check.in_nbs(p) for p in check.notebooks()] == [
-        "10_a.ipynb",
-        "reference/87a_b.ipynb",
-        "guide.ipynb",
-    ]
-    (tmp_path / "nbs" / "reference" / "guide.ipynb").write_text("{}")
-    with pytest.raises(check.Failed, match="one name: guide.ipynb, reference/guide.ipynb"):
-        check.notebooks()
-    (tmp_path / "nbs" / "reference" / "guide.ipynb").unlink()
-    (tmp_path / "nbs" / "_new").mkdir()
-    (tmp_path / "nbs" / "_new" / "11_c.ipynb").write_text("{}")
-    with pytest.raises(check.Failed, match="nbdev skips nbs/_new/11_c.ipynb: _new must not"):
-        check.notebooks()
+    assert [check.in_nbs(p) for p in check.notebooks()] == there
+    for name, why in (
+        ("reference/guide.ipynb", "one name: guide.ipynb, reference/guide.ipynb"),
+        ("_new/11_c.ipynb", "nbdev skips nbs/_new/11_c.ipynb: _new must not"),
+    ):
+        (new := tmp_path / "nbs" / name).parent.mkdir(exist_ok=True)
+        new.write_text("{}")
+        with pytest.raises(check.Failed, match=why):
+            check.notebooks()
+        new.unlink()

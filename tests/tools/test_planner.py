@@ -4,13 +4,11 @@ import importlib.util
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from turboquant_nb import preset
+from turboquant_nb import cli, preset
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location(
@@ -83,16 +81,11 @@ fetch("/measured", {{method: "POST", body: JSON.stringify(found)}});
     assert len({x for _, x, _ in due}) == 2 and len({x for *_, x in due}) > 20
 
 
-def test_its_command_says_the_same_of_a_shape():
+def test_its_command_says_the_same_of_a_shape(capsys):
     "The bytes on the page are those that the command prints for the same layers and heads."
     command = "plan --model 32x8x128 --context 32768 --batch 8 --gpu 80GB --weights 0GB --json"
-    done = subprocess.run(
-        [sys.executable, "-c", "from turboquant_nb.cli import main; main()", *command.split()],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    said = {x["cache"]: x["nbytes"] for x in json.loads(done.stdout)["caches"]}
+    assert cli.main(command.split()) == 0
+    said = {x["cache"]: x["nbytes"] for x in json.loads(capsys.readouterr().out)["caches"]}
     shown = dict(re.findall(r'<tr data-name="([^"]+)"><td>[^<]+</td><td>([\d.]+)<', PAGE))
     assert {name: f"{n / 1e9:.2f}" for name, n in said.items()} == shown
     assert "8 sequences of 32,768 tokens" in PAGE and str(said["k3v3"]) in PAGE

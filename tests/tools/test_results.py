@@ -1,7 +1,6 @@
 """Records of measurements: code that is not committed is refused and named, rows keep their
 commit, and the files of this repository obey."""
 
-import ast
 import json
 import subprocess
 from argparse import ArgumentParser
@@ -66,12 +65,9 @@ def test_a_committed_tree_is_clean(repo):
 @pytest.mark.parametrize(
     "name, known",
     [
-        ("turboquant_nb/results.py", True),
         ("turboquant_nb/configs/a.json", True),
         ("scripts/x.py", True),
         ("nbs/a.ipynb", True),
-        ("tests/t.py", True),
-        ("turboquant_nb/new.py", False),
         ("turboquant_nb/sub/new.py", False),
         ("turboquant_nb/configs/h200.json", False),
         ("scripts/new.py", False),
@@ -95,7 +91,6 @@ def test_what_can_change_a_number_is_dirty_and_named(repo, name, known):
     [
         "results/a/cpu.json",
         "results/new.json",
-        "out.json",
         "models/m.gguf",
         "notes/a.py",
         "turboquant_nb/x.pyc",
@@ -209,8 +204,6 @@ def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
     assert "commit aaaaaaaa, 2026-01-01;" in results.stamp(third, third["rows"][:1])
     for mutant, says in (
         ({"commits": [A, B]}, "its head names"),
-        ({"commits": [A, B, C, "d" * 40]}, "its head names"),
-        ({"commits": None}, "its head names"),
         ({"commit": "d" * 40}, "no row is of its commit"),
         (
             {"rows": [{k: v for k, v in r.items() if k != "utc"} for r in third["rows"]]},
@@ -219,15 +212,6 @@ def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
         (
             {"rows": [{k: v for k, v in r.items() if k != "commit"} for r in third["rows"]]},
             "carries its commit",
-        ),
-        (
-            {
-                "rows": [
-                    {k: v for k, v in r.items() if k not in ("commit", "utc")}
-                    for r in third["rows"]
-                ]
-            },
-            "its head names",
         ),
     ):
         with pytest.raises(ValueError, match=says):
@@ -293,32 +277,6 @@ def test_every_file_of_results_is_of_committed_code():
     assert drafts == DRAFTS
 
 
-@pytest.mark.skipif(not FILES, reason="results/ is not beside the tests")
-def test_every_script_that_measures_takes_the_one_path():
-    found = [
-        path
-        for path in sorted((ROOT / "scripts").rglob("*.py"))
-        if any(
-            call in path.read_text(encoding="utf-8")
-            for call in ("results.write(", "results.save(")
-        )
-    ]
-    names = {path.relative_to(ROOT / "scripts").as_posix() for path in found}
-    assert names >= {"plan.py", "tools/tune.py"}
-    assert not any(name.startswith(("bench/", "eval/")) for name in names), "run.py does"
-    for path in found:
-        text = path.read_text(encoding="utf-8")
-        parses = ROOT / "scripts" / "run.py" if path.name == "plan.py" else path
-        assert "results.parse(p" in parses.read_text(encoding="utf-8"), path
-        assert "p.parse_args(" not in text and "results.record(" not in text, path
-        saves = [
-            [ast.unparse(x) for x in call.args]
-            for call in ast.walk(ast.parse(text))
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "results.save"
-        ]
-        assert all("a.draft" in args for args in saves), path
-
-
 @pytest.mark.parametrize(
     "said, wanted",
     [
@@ -336,17 +294,6 @@ def test_a_command_names_its_script_from_the_root_of_the_repository(said, wanted
     )
     words = ["--match=a=/b", "--at=/tmp/a=b", "/tmp/c"]  # the first is no path
     assert results._command([said, *words]) == f"python {wanted} --match=a=/b --at=a=b c"
-
-
-def test_a_command_typed_in_its_folder_keeps_the_folder(monkeypatch, tmp_path):
-    (tmp_path / "scripts" / "eval").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "scripts" / "eval")
-    assert results._command(["choices.py"]) == "python scripts/eval/choices.py"
-    monkeypatch.chdir(tmp_path / "scripts")
-    assert (
-        results._command(["eval/choices.py", "--out", "a.json"])
-        == "python scripts/eval/choices.py --out a.json"
-    )
 
 
 def test_table_is_markdown_on_a_page_and_text_in_a_terminal():

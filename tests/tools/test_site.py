@@ -435,9 +435,16 @@ def test_equations_have_one_scheme():
         assert any(words in line for line in problems), (words, problems)
 
 
-def test_a_search_for_a_public_name_leads_to_its_section(tmp_path):
-    names = search_names
-    every = list(names.public_names())
+@pytest.fixture
+def public_names(monkeypatch):
+    "Read once."
+    every = list(search_names.public_names())
+    monkeypatch.setattr(search_names, "public_names", lambda *_: every)
+    return every
+
+
+def test_a_search_for_a_public_name_leads_to_its_section(tmp_path, public_names):
+    names, every = search_names, public_names
     public = {name: (where, text) for name, where, text in every}
     assert public["TurboQuantCache"][0] == "cache.html#turboquantcache" and public[
         "TurboQuantCache.report"
@@ -472,7 +479,8 @@ SECTIONS = """<h1>{title}</h1><p>What it is about.</p><div class="sourceCode"><p
 <section id="one" class="level2"><h2>{head}</h2><p>{text} <span class="math inline">x^2</span></p><pre><code>printed</code></pre></section>"""
 
 
-def test_the_index_holds_prose_and_no_code(tmp_path):
+def test_the_index_holds_prose_and_no_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(search_names, "public_names", lambda *_: ())
     texts = {}
     for page in ("guide.html", "cache.html"):
         body = SECTIONS.format(title="Title", head="Head", text="Some text.")

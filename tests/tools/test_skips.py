@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,10 +24,7 @@ def test_passes(): pass
 """
 
 
-@pytest.mark.parametrize(
-    "ci, want", [("true", {"failed": 1, "skipped": 1, "errors": 2}), ("", {"skipped": 4})]
-)
-def test_a_skip_in_ci_is_an_error(tmp_path, ci, want):
+def test_a_skip_in_ci_is_an_error(tmp_path):
     """Also one of a whole file. Mutants: a hook that is not called, and one that lets every
     reason pass."""
     root = Path(__file__).parents[2]
@@ -39,23 +35,18 @@ def test_a_skip_in_ci_is_an_error(tmp_path, ci, want):
     (tmp_path / "tests" / "test_two.py").write_text(
         'import pytest\npytest.importorskip("no_such_package")\n'
     )
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        argv, cwd=tmp_path, env=os.environ | {"CI": ci}, capture_output=True, text=True
-    )
-    last = done.stdout.splitlines()[-1]
-    assert {
-        w: int(n)
-        for n, w in zip(last.split(), last.replace(",", "").split()[1:])
-        if w in ("failed", "skipped", "errors")
-    } == want, done.stdout
-    assert (done.returncode == 0) == (not ci) and ("no_such_package" in done.stdout) == bool(ci)
+    told, into = os.pipe()
+    if not (child := os.fork()):  # which has imported what takes seconds
+        os.dup2(into, 1)
+        os.chdir(tmp_path)
+        os.environ["CI"], sys.stdout = "true", open(1, "w")
+        argv = "-q -p no:cacheprovider --continue-on-collection-errors".split()
+        code = pytest.main([*argv, str(tmp_path)])
+        sys.stdout.flush()
+        os._exit(code)
+    os.close(into)
+    with open(told) as lines:
+        said = lines.read()
+    for words in ("1 failed", "1 passed", "1 skipped", "1 xfailed", "2 errors"):
+        assert words in said.splitlines()[-1], said
+    assert os.waitpid(child, 0)[1] and "no_such_package" in said
