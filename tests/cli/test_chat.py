@@ -269,10 +269,7 @@ def test_at_a_terminal(terminal, tmp_path):
     t = terminal("--max-new-tokens 5")
     t.until("> ")
     t.type("Call me Ishmael.\n")
-    shown = t.until(r"tokens in [\d,]+ bytes[^\x1b]*tokens/s")
-    assert (
-        "\x1b[1;11r" in t.seen and "\x1b[12;1H" in shown
-    )  # the last line is kept out of scrolling, and written
+    t.until(r"\n\S+\s+turboquant: \d+ tokens in [\d,]+ bytes.*tokens/s")  # after the answer
     for typed, answer in (
         ("/dance\n", "there is no such command"),
         ("/save talk.st\n", r"saved 1 turn,"),
@@ -285,14 +282,14 @@ def test_at_a_terminal(terminal, tmp_path):
             answer + r"(?s:.*)> "
         )  # an end of file that comes before the prompt is the line editor's to lose
     t.type("\x04")
-    assert t.ends() == 0 and "\x1b[r" in t.seen and (tmp_path / "talk.st").is_file()
+    assert t.ends() == 0 and (tmp_path / "talk.st").is_file()
 
 
 def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_program(terminal, tmp_path):
     t = terminal("--max-new-tokens 7000")
     t.until("> ")
     t.type("Call me Ishmael.\n")
-    t.until(r"tokens in [\d,]+ bytes")
+    time.sleep(3)  # its tokens are one long word, which is shown when it ends
     t.type("\x03")
     t.until("> ")
     t.type("/status\n")
