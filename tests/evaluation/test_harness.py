@@ -112,7 +112,8 @@ def test_the_command_knows_the_model_and_a_task_beside_it(tiny, tmp_path, monkey
     harness.cli_evaluate()
     (samples,) = (tmp_path / "task/out").rglob("samples_letters_*.jsonl")
     assert samples.read_text().count("\n") == 4
-    tasks = dict(tasks=["letters"], task_manager=TaskManager(include_path="."))
+    here = TaskManager(include_path=".", include_defaults=False)
+    tasks = dict(tasks=["letters"], task_manager=here)
     args = dict(pretrained=tiny, recipe=dict(key=dict(bits=2), value=dict(bits=2)))
     found = lm_eval.simple_evaluate("turboquant", args, device="cpu", batch_size=2, **tasks)
     assert 0 <= found["results"]["letters"]["acc,none"] <= 1
