@@ -347,7 +347,7 @@ def test_a_step_makes_nothing_as_large_as_the_past():
 
 
 @pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
-@pytest.mark.parametrize("bad, n", [(float("nan"), 1), (float("inf"), 40), (1e30, 40)])
+@pytest.mark.parametrize("bad, n", [(float("nan"), 1), (float("inf"), 20), (1e30, 20)])
 def test_what_a_kernel_took_is_told_later(bad, n):
     "Nothing waits in the pass that took it; a pass or two later, or `check`, says which layer."
     model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
@@ -390,7 +390,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
     monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
     model.to("cuda" if CUDA else "cpu")
-    ids = prompt(1, 70, padded=False)["input_ids"].to(model.device)
+    ids = prompt(1, 30, padded=False)["input_ids"].to(model.device)
     weight = model.model.layers[1].self_attn.k_proj.weight
     model.set_attn_implementation("turboquant")
     more = dict(max_length=128, static=True, graphs=False) if static else {}

@@ -83,7 +83,7 @@ def test_perplexity_of_k4v4_is_within_two_percent(real, windows):
         f"perplexity of {WINDOWS} windows: fp32 {exact:.3f}, k4v4 {coded:.3f} "
         f"({100 * (coded / exact - 1):+.2f} %)"
     )
-    assert 5 < exact < 60 and abs(coded / exact - 1) < 0.02
+    assert 5 < exact < 120 and abs(coded / exact - 1) < 0.02
 
 
 def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch):
@@ -167,13 +167,13 @@ def greedy(model, ids, cache, n, padding=0, **options):
 
 @pytest.mark.parametrize("recipe", ["k2v2", "k3v3"] if SLOW else ["k2v2"])
 def test_prompt_lookup_is_greedy_decoding(real, recipe):
-    """Drafts from a prompt that says the same twice: token for token those of plain greedy
+    """Drafts from a prompt that says the same again: token for token those of plain greedy
     decoding on codes, and logits apart by rounding. A chunk multiplies matrices of another
     size, so a state may round otherwise and, rarely, get another code; tokens that are nearly
     tied are therefore left out, and what comes after one. Before, logits were apart by 1.2."""
     model, ids = real
     model.set_attn_implementation("turboquant")
-    ids, steps = ids[:, :80].repeat(1, 2), 40 if SLOW else 20
+    ids, steps = (ids[:, :80].repeat(1, 2), 40) if SLOW else (ids[:, :24].repeat(1, 5), 20)
     plain, logits, n = greedy(model, ids, TurboQuantCache(model, recipe), steps)
     cache = TurboQuantCache(model, recipe)
     lookup, other, _ = greedy(model, ids, cache, steps, prompt_lookup_num_tokens=6)
