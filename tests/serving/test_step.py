@@ -38,8 +38,8 @@ PAIRS = fit_pair_transform(
 ).name
 RECIPES = [
     (Spec(2, rotation=PAIRS, codebook="trellis"), Spec(2, codebook="trellis"), 64, True),
-    (Spec(3, codebook="trellis"), Spec(2, codebook="trellis"), 128, False),
-    (Spec(3), Spec(3, codebook="trellis"), 256, True),
+    (Spec(3, codebook="trellis"), Spec(2, codebook="trellis"), 64, False),
+    (Spec(3), Spec(3, codebook="trellis"), 128, True),
 ]
 
 
