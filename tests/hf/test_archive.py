@@ -8,11 +8,11 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
 from tests.helpers import generate, prompt, tiny
+from tests.hf.test_hf_kernels import Largest
 from turboquant_nb import files
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf import TurboQuantCache
@@ -206,26 +206,14 @@ def test_a_header_cannot_ask_for_more_memory_than_the_file_holds(name, value, wh
     if name == "recipe":
         value = json.dumps(json.loads(header["recipe"]) | value)
     size = sum(t.nbytes for t in tensors.values())
-    with Allocations() as made:
+    with Largest() as made:
         if why:
             with pytest.raises(ValueError, match=why):
                 store_of(tensors, header | {name: value})
         else:
             store = store_of(tensors, header | {name: value})
             assert store.max_length is None and store.nbytes <= size
-    assert made.largest <= 2 * size
-
-
-class Allocations(TorchDispatchMode):
-    "Bytes of the largest tensor that an operator made."
-
-    largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            self.largest = max(self.largest, out.nbytes)
-        return out
+    assert made.bytes <= 2 * size
 
 
 @pytest.mark.parametrize("static", (False, True))

@@ -542,34 +542,21 @@ def test_drafts_and_then_none_in_one_cache():
     would read the conversation a second time (transformers' own cache does), and are
     refused."""
     model = tiny()
-    caches = pair(model, "k3v3", max_length=200)
+    caches = pair(model, "k3v3", max_length=100)
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)
-    for more in (dict(prompt_lookup_num_tokens=3), {}):
-        ids = same_tokens(
-            model,
-            dict(input_ids=ids, attention_mask=torch.ones_like(ids)),
-            caches,
-            max_new_tokens=20,
-            **more,
-        )
+    said = lambda ids: dict(input_ids=ids, attention_mask=torch.ones_like(ids))
+    drafts = dict(prompt_lookup_num_tokens=3)
+    for more in (drafts, {}):
+        ids = same_tokens(model, said(ids), caches, max_new_tokens=12, **more)
         ids = torch.cat([ids, ids[:, :4]], 1)
-    assert caches[1].report()["graphs"]["why_not"] == ""
-    held = caches[1].get_seq_length()
-    with pytest.raises(
-        ValueError,
-        match=(
-            f"does not go on from {held} tokens; with drafts|all [0-9]+ tokens of a "
-            "conversation again"
-        ),
-    ):  # the second: transformers 5.17 gives the mask
-        generate(
-            model,
-            dict(input_ids=ids, attention_mask=torch.ones_like(ids)),
-            "turboquant",
-            cache=caches[1],
-            prompt_lookup_num_tokens=3,
-        )
-    assert caches[1].get_seq_length() == held
+    cache = caches[1]
+    held = cache.get_seq_length()
+    assert cache.report()["graphs"]["why_not"] == ""
+    # the second: transformers 5.17 gives the mask
+    why = f"does not go on from {held} tokens; with drafts|all [0-9]+ tokens of a conversation"
+    with pytest.raises(ValueError, match=why):
+        generate(model, said(ids), "turboquant", cache=cache, **drafts)
+    assert cache.get_seq_length() == held
 
 
 def test_copies_files_and_the_models_own_forward(tmp_path):

@@ -247,14 +247,12 @@ def test_unknown_backends(backend):
 # -----------------------------------------------------------------------------------
 
 
-def chunks_alike(model, inputs, given):
-    """Prompts in two chunks: the logits of dense decoding are those on codes. The cache on
-    codes; under the attentions `given`, padding is set by hand."""
+def chunks_alike(model, inputs):
+    """Prompts in two chunks: the logits of dense decoding are those on codes, and padding is
+    learnt. The cache on codes."""
     outs = []
     for attention in ("eager", "turboquant"):
         cache = cache_for(model, "k4v4")
-        if attention in given:
-            cache.set_padding(inputs["attention_mask"])
         model.set_attn_implementation(attention)
         outs.append(
             model.generate(
@@ -283,9 +281,7 @@ def test_chunked_prefill(name, padded, no_masks):
     """transformers' prefill_chunk_size: the logits of dense decoding of the same codes, and
     flat memory: no block of the past is larger than ops.BLOCK."""
     model = tiny(name, max_position_embeddings=512)
-    cache = chunks_alike(
-        model, prompt(2, 90, padded=padded), ("eager", "turboquant") if padded else ()
-    )
+    cache = chunks_alike(model, prompt(2, 90, padded=padded))
     served = cache.report()["served"]
     layers = len(cache.coded_layers)
     slow = model.config.model_type == "gemma2"  # softcap
@@ -299,7 +295,7 @@ def test_a_chunk_that_is_all_padding(no_masks):
     "The first chunk of a row is padding alone: where its tokens start is learnt from the next."
     model, inputs = tiny("gemma3_text", max_position_embeddings=512), prompt(3, 90)
     inputs["attention_mask"][2, :50] = 0
-    cache = chunks_alike(model, inputs, given=("eager",))
+    cache = chunks_alike(model, inputs)
     assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
 
 

@@ -1,8 +1,6 @@
 """Static caches: the same tokens from tensors that never move, in eager mode, compiled without
 graph breaks, and (test_cuda.py) in CUDA graphs."""
 
-import copy
-
 import pytest
 import torch
 
@@ -183,27 +181,6 @@ def test_what_is_full_says_so_and_a_sketch_is_refused():
         assert cache.layers[0].held == 10
         with pytest.raises(ValueError, match="QJL"):
             model(**inputs, past_key_values=static(model, Recipe(residual="prod")))
-
-
-def test_copies_and_files(tmp_path):
-    model, inputs = tiny("gemma3_text"), prompt(2, 20)
-    model.set_attn_implementation("turboquant")
-    cache = static(model)
-    step = prompt(2, 1, seed=5, padded=False)["input_ids"]
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        cache.save(tmp_path / "c")
-        others = [
-            copy.deepcopy(cache),
-            TurboQuantCache.load(tmp_path / "c", model, max_length=LENGTH),
-        ]
-        want = model(step, attention_mask=mask, past_key_values=cache).logits
-        for other in others:
-            assert other.static and other.max_length == LENGTH
-            assert torch.equal(
-                model(step, attention_mask=mask, past_key_values=other).logits, want
-            )
 
 
 def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):

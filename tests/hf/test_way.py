@@ -146,23 +146,6 @@ def test_the_model_is_as_it_was():
     assert torch.equal(text(**inputs).logits, before)
 
 
-def test_weights_of_eager_attention():
-    "Where they are asked for the model's own attention runs, on decoded states."
-    model, inputs = tiny(), prompt(2, 24, padded=False)
-    model.set_attn_implementation("eager")
-    cache = TurboQuantCache(model, exact_recipe())
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        step = inputs["input_ids"][:, :1]
-        got = model(step, past_key_values=cache, output_attentions=True).attentions
-        dense = DynamicCache(config=model.config)
-        model(**inputs, past_key_values=dense)
-        want = model(step, past_key_values=dense, output_attentions=True).attentions
-        torch.testing.assert_close(got, want)
-        model(step, past_key_values=cache)
-    assert cache.report()["served"] == {"prefill": 2, "dense": 2, "codes": 2}
-
-
 def test_a_mask_that_adds_a_bias_is_served_on_codes():
     "Of a prompt, a chunk and a step."
     model, ids, out = tiny(), prompt(2, 20, padded=False)["input_ids"], {}
@@ -348,21 +331,16 @@ def test_compiled_models(way):
 
 
 def test_one_graph_needs_a_static_cache():
+    "A cache that grows is refused, transformers' own is not. (test_hf_static.py: static ones.)"
     torch._dynamo.reset()
-    model = copy.deepcopy(tiny(num_hidden_layers=1))
-    inputs = prompt(1, 20, padded=False)
+    model, ids = copy.deepcopy(tiny(num_hidden_layers=1)), prompt(1, 20)["input_ids"]
     whole = torch.compile(model, backend="eager", fullgraph=True)
-    step = inputs["input_ids"][:, :1]
-    grows, fixed = TurboQuantCache(model, "k4v4"), dict(max_length=64, static=True)
-    fixed = [TurboQuantCache(model, "k4v4", **fixed) for _ in range(2)]
+    cache = TurboQuantCache(model, "k4v4")
     with torch.no_grad():
-        for cache in (grows, *fixed):
-            model(**inputs, past_key_values=cache)
+        model(ids, past_key_values=cache)
         with pytest.raises(Exception, match="static=True "):
-            whole(step, past_key_values=grows)
-        got = whole(step, past_key_values=fixed[0]).logits
-        torch.testing.assert_close(got, model(step, past_key_values=fixed[1]).logits)
-        whole(step, past_key_values=DynamicCache(config=model.config))
+            whole(ids[:, :1], past_key_values=cache)
+        whole(ids[:, :1], past_key_values=DynamicCache(config=model.config))
     torch._dynamo.reset()
 
 
