@@ -69,7 +69,7 @@ def test_static_on_kernels():
         "llama", head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
     cache = static(model, backend="triton")
-    for padded in (False, True):
+    for padded in (True, False):
         inputs = prompt(2, 14, padded=padded)
         want, _ = generate(model, inputs, "turboquant", max_new_tokens=3)
         cache.reset()
