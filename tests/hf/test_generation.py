@@ -51,18 +51,18 @@ BEHAVIOURS = {
     "generate_from_inputs_embeds_with_static_cache": "test_embeddings",
     "generate_continue_from_past_key_values": "test_hf::test_conversation_continues",
     "generate_continue_from_inputs_embeds": "test_going_on_from_embeddings",
-    "offloaded_cache_implementation": ("test_another_cache_beside_ours_is_refused"),
+    "offloaded_cache_implementation": "test_another_cache_beside_ours_is_refused",
     "generate_with_static_cache": (
         "test_hf_static::test_static_is_dynamic, test_another_cache_beside_ours_is_refused"
     ),
     "generate_with_quant_cache": "test_another_cache_beside_ours_is_refused",
-    "generate_compile_model_forward(_fullgraph)": ("test_hf_static::test_generate_compiles"),
+    "generate_compile_model_forward(_fullgraph)": "test_hf_static::test_generate_compiles",
     "generate_compilation_all_outputs": "test_hf_static::test_generate_compiles",
     "generate_methods_with_logits_to_keep": "test_drafts",
     "eager_matches_sdpa_generate": "test_way::test_equal_tokens_on_codes_under_any_attention",
     "eager_matches_fa2_generate": "test_way::test_flash_is_not_called",
     "custom_4d_attention_mask": "test_hf::test_four_dimensional_masks",
-    "beam_search_low_memory": "nothing: transformers has it no more, it is code of the hub",
+    "beam_search_low_memory": "nothing: transformers ignores it",
     # test_utils.py, once
     "speculative_sampling": "nothing: it computes with logits",
     "cache_dependant_input_preparation": "test_hf::test_conversation_continues",
