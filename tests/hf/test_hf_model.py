@@ -141,7 +141,7 @@ def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch)
         f"mutant: median {mutant.median():.0f} times the bound"
     )
     assert len(seen) == (TOKENS - 1) * 30 and apart.max() <= 1 and mutant.median() > 20
-    assert len(set(tokens[0, 120:].tolist())) > TOKENS // 2  # not a loop of one token
+    assert len(set(tokens[0, 120:].tolist())) > min(8, TOKENS // 2)  # not a loop
 
 
 def greedy(model, ids, cache, n, padding=0, **options):
