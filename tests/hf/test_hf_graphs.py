@@ -65,7 +65,7 @@ def test_tokens_of_captured_steps_are_those_of_eager_ones(way, padded):
 
 @pytest.mark.parametrize(
     "name, options",
-    zip(HYBRID, ({}, dict(num_beams=3), dict(do_sample=True, num_return_sequences=2))),
+    [*zip(HYBRID, ({}, dict(num_beams=3), dict(do_sample=True, num_return_sequences=2)))],
 )
 def test_recurrent_states_are_replayed(name, options):
     """Greedy, sampled, with beams, which move the states, and a second prompt after reset().
