@@ -9,7 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import MODELS, generate, logits, made, prompt, texts, tiny
+from tests.helpers import generate, logits, made, prompt, texts, tiny
 from turboquant_nb.calibration import sensitivity as A, fit as C
 from turboquant_nb.calibration.sensitivity import measure_sensitivity
 from turboquant_nb.quant.calibration import (
@@ -28,8 +28,9 @@ from turboquant_nb.testing import same
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("transformed", (False, True))
+@pytest.mark.parametrize(
+    "name, transformed", [("qwen2", True), ("gpt_neox", False), ("gemma3_text", True)]
+)
 def test_losses_are_what_the_cache_loses(name, transformed):
     """The loss of one side of one layer is that of a cache that codes it so and the rest with
     many bits, by the stress protocol; the model stays as it was."""
@@ -50,7 +51,7 @@ def test_losses_are_what_the_cache_loses(name, transformed):
     for side in ("key", "value"):
         for a, b, c in losses[side]:
             assert a > 0 and b > 0 and c > 0 and a > c, "fewer bits, more loss"
-    if name in ("mistral", "gemma3_text", "gemma2"):
+    if name == "gemma3_text":
         return  # all-quantised needs a cache that returns all tokens of every layer
     recipe = TurboQuantCache(
         model,
@@ -69,7 +70,7 @@ def test_losses_are_what_the_cache_loses(name, transformed):
     assert 0.3 < alone / float(both.kl.mean()) < 3
 
 
-@pytest.mark.parametrize("name", ("llama", "gemma3_text", "gpt_neox"))
+@pytest.mark.parametrize("name", ("llama", "gemma3_text"))
 def test_a_budget_runs_and_comes_back(name, tmp_path):
     """Every layer gets its bits, with its transform; generation, saving and loading
     keep them; one file serves all budgets."""
@@ -77,7 +78,7 @@ def test_a_budget_runs_and_comes_back(name, tmp_path):
     found = measure_sensitivity(model, texts(1, 32), calibration)
     save_calibration(found, file := tmp_path / "f.safetensors")
     assert json.dumps(found.header)
-    for budget in (2, 2.5, 3.3, 4):
+    for budget in (2.5, 3.3):
         cache = TurboQuantCache(model, "k3v3", calibration=file, budget=budget)
         bits = [b for r in cache.recipes for b in (r.key.bits, r.value.bits)]
         assert budget - 1 / len(bits) < sum(bits) / len(bits) <= budget
@@ -178,25 +179,12 @@ def test_budgets_never_overspend():
 def test_what_is_refused():
     model, calibration = made("llama")
     found = measure_sensitivity(model, texts(1, 32), bits=(2, 4))
-    for budget, error, says in (
-        (1, ValueError, "from 2 to 4"),
-        (math.nan, ValueError, "from 2 to 4"),
-        ("3", TypeError, "must be a number, got str"),
-        (True, TypeError, "must be a number, got bool"),
-    ):
-        with pytest.raises(error, match=says):
-            TurboQuantCache(model, calibration=found, budget=budget)
+    with pytest.raises(ValueError, match="from 2 to 4"):
+        TurboQuantCache(model, calibration=found, budget=math.nan)
     with pytest.raises(ValueError, match="is of another model"):
         TurboQuantCache(tiny("qwen2"), calibration=found, budget=3)
     with pytest.raises(ValueError, match="is of another model"):
         measure_sensitivity(tiny("qwen2"), texts(), calibration)
-    with pytest.raises(ValueError, match="has measured 2 layers, got 1"):
-        apply_bit_budget([Recipe()], Calibration([], found.header), 3)
-    with pytest.raises(TypeError, match="ids must be a tensor"):
-        measure_sensitivity(model, [[1, 2]])
-    for bad in ((0,), (2.0,), "2"):
-        with pytest.raises(ValueError, match="different integers from 1 to 4"):
-            measure_sensitivity(model, texts(), bits=bad)
     broken = copy.deepcopy(tiny("llama", seed=3))
     with torch.no_grad():
         broken.lm_head.weight[0, 0] = math.inf
@@ -215,14 +203,6 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was():
     with pytest.raises(KeyboardInterrupt):
         measure_sensitivity(model, texts(), progress=stop)
     assert model.config._attn_implementation == kind
-
-
-def test_a_budget_is_rounded_down():
-    "2.45 bits of 6 numbers buy 2.7 bits more than two each: not the 3 of one step."
-    losses = dict(bits=[2, 3, 4], key=[[1.0, 0.5, 0.1]], value=[[0.9, 0.4, 0.1]], size=[[3, 3]])
-    assert allocate_layers(losses, 2.45) == [(2, 2)] and allocate_layers(losses, 2.5) == [
-        (3, 2)
-    ]
 
 
 def test_a_budget_that_is_met_exactly_is_not_lost_to_rounding():

@@ -2,7 +2,6 @@
 in a fresh process, the hub without a network, and what is refused."""
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -12,10 +11,9 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from safetensors import safe_open
 from tests.helpers import (
     BASE,
-    MODELS,
+    covering_pairs,
     exact_recipe,
     generate,
     logits,
@@ -60,11 +58,16 @@ def drawn(moment, *shape, seed=0):
     )
 
 
+def metric(transform):
+    "What a transform weighs: W'W of each head."
+    return transform.matrix.double().mT @ transform.matrix.double()
+
+
 # --- one pass over every kind of decoder
 # -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "gpt_neox"])
 def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch):
     """Every layer; keys as the cache of this model centres them; the same model afterwards, bit
     for bit."""
@@ -204,44 +207,23 @@ def test_half_precision(dtype):
     half = copy.deepcopy(model).to(dtype)
     own = calibrate(half, texts(4, 60, seed=3))
     for a, b in zip(own.transforms, found.transforms):
-        p, q = (x.matrix.double().mT @ x.matrix.double() for x in (a, b))
-        assert (p - q).norm() < 0.1 * q.norm()
-    out, cache = generate(
-        half,
-        prompt(2, 20),
-        "turboquant",
-        cache=TurboQuantCache(half, "k4v4", calibration=own),
-        padding=False,
-        max_new_tokens=4,
-    )
-    assert out.shape == (2, 24) and cache.layers[0].store.dtype == dtype
+        assert (metric(a) - metric(b)).norm() < 0.1 * metric(b).norm()
+    cache = with_transforms(half, own)
+    generate(half, prompt(2, 20), "turboquant", cache=cache, padding=False, max_new_tokens=2)
+    assert cache.layers[0].store.dtype == dtype
 
 
 def test_autocast_and_other_default_dtypes():
     "Sums stay in fp32; a default dtype is not the model's."
     model, _ = made("llama")
     want = calibrate(model, texts())
-    metric = lambda m: m.matrix.double().mT @ m.matrix.double()
     with torch.autocast("cpu", torch.bfloat16):
         cast = calibrate(model, texts())
-    assert all(
-        (metric(a) - metric(b)).norm() < 0.05 * metric(b).norm()
-        for a, b in zip(cast.transforms, want.transforms)
-    )
-    tokens, _ = generate(
-        model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False
-    )
-    for dtype in (torch.bfloat16, torch.float64):
-        torch.set_default_dtype(dtype)  # conftest.py puts it back
-        assert [m.name for m in calibrate(model, texts()).transforms] == [
-            m.name for m in want.transforms
-        ]
-        assert torch.equal(
-            generate(
-                model, prompt(), "turboquant", cache=with_transforms(model, want), padding=False
-            )[0],
-            tokens,
-        )
+    for a, b in zip(cast.transforms, want.transforms):
+        assert (metric(a) - metric(b)).norm() < 0.05 * metric(b).norm()
+    torch.set_default_dtype(torch.bfloat16)  # conftest.py puts it back
+    again = calibrate(model, texts()).transforms
+    assert [m.name for m in again] == [m.name for m in want.transforms]
 
 
 # --- a cache with head transforms
@@ -272,146 +254,49 @@ def test_maps_are_counted_once():
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_neox"])
 def test_every_attention_gives_the_same_tokens(name):
-    """Left-padded; greedy, beams, static; transformers' own tokens where all states are exact;
-    then a crop, a long chunk and a copy."""
+    """Left-padded, greedy; transformers' own tokens where all states are exact; then a crop, a
+    long chunk and a copy."""
     (model, found), inputs = made(name), prompt()
-    attentions = three(model)
+    mask, attentions = inputs["attention_mask"], three(model)[-2:]
     model.set_attn_implementation("eager")
     own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    results, ends = {}, []
+    results, ends = [], []
     for attention in attentions:
-        for mode, more in (("greedy", {}), ("beams", dict(num_beams=3))):
-            out, cache = generate(
-                model,
-                inputs,
-                attention,
-                cache=with_transforms(model, found, mask=inputs["attention_mask"]),
-                **more,
-            )
-            results.setdefault(mode, []).append(out)
-            assert all(
-                x.store.key.q.rotation.name == m.name
-                for x, m in zip(cache.coded_layers, found.transforms)
-            )
-        exact, _ = generate(
-            model,
-            inputs,
-            attention,
-            cache=with_transforms(model, found, exact_recipe(), inputs["attention_mask"]),
-        )
-        assert torch.equal(exact, own)
-        fixed, _ = generate(
-            model,
-            inputs,
-            attention,
-            cache=with_transforms(
-                model, found, mask=inputs["attention_mask"], max_length=64, static=True
-            ),
-            disable_compile=True,
-        )
-        results["greedy"].append(fixed)
-        cache = with_transforms(model, found, "k3v3", inputs["attention_mask"])
-        full = torch.cat([inputs["attention_mask"], torch.ones(3, 41, dtype=torch.long)], 1)
-        logits(
-            model,
-            **{"ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]},
-            past_key_values=cache,
-        )
-        first = logits(
-            model, texts(3, 40, 4), attention_mask=full[:, :70], past_key_values=cache
-        )
+        cache = with_transforms(model, found, mask=mask)
+        results.append(generate(model, inputs, attention, cache=cache)[0])
+        for x, m in zip(cache.coded_layers, found.transforms, strict=True):
+            assert x.store.key.q.rotation.name == m.name
+        cache = with_transforms(model, found, exact_recipe(), mask)
+        assert torch.equal(generate(model, inputs, attention, cache=cache)[0], own)
+        cache = with_transforms(model, found, "k3v3", mask)
+        full = torch.cat([mask, torch.ones(3, 41, dtype=torch.long)], 1)
+        logits(model, inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+        more = dict(ids=texts(3, 40, 4), attention_mask=full[:, :70])
+        first = logits(model, past_key_values=cache, **more)
         cache.crop(-40)
         twin = copy.deepcopy(cache)
-        assert all(
-            a.store.key.q.rotation is b.store.key.q.rotation
-            for a, b in zip(cache.coded_layers, twin.coded_layers)
-        )
-        again = logits(
-            model, texts(3, 40, 4), attention_mask=full[:, :70], past_key_values=twin
-        )
-        assert (
-            torch.allclose(again, first, atol=1e-4 * float(first.abs().max()))
-            and cache.get_seq_length() == 30
-            and twin.get_seq_length() == 70
-        )
+        again = logits(model, past_key_values=twin, **more)
+        assert torch.allclose(again, first, atol=1e-4 * float(first.abs().max()))
+        assert (cache.get_seq_length(), twin.get_seq_length()) == (30, 70)
         ends.append(logits(model, texts(3, 1, 5), attention_mask=full, past_key_values=twin))
-        if attention == "turboquant":
-            assert twin.coded_layers[-1].calls["codes"] and (
-                name == "gemma2" or twin.coded_layers[-1].calls["chunk"]
-            )
-    for mode, outs in results.items():
-        assert all(torch.equal(x, outs[0]) for x in outs[1:]), mode
-    assert all(
-        torch.allclose(x, ends[0], atol=2e-4 * float(ends[0].abs().max())) for x in ends[1:]
-    )
-
-
-def test_maps_help_the_model_that_they_are_of():
-    """The error of scores of another text's keys, in every layer, against the rotation;
-    transforms of queries and keys exchanged lose."""
-    model, found = made("llama")
-    seen, ids = collect(model, texts(4, 60, seed=3)), texts(8, 100, seed=11)
-    wrong = replace(
-        found,
-        transforms=[
-            M.fit_head_transform(seen.second["key", i], seen.second["query", i])
-            for i in seen.layers("key")
-        ],
-    )
-    asked, errors = collect(model, ids).second, {}
-    for name, c in (
-        ("exact", None),
-        ("rotation", None),
-        ("transforms", found),
-        ("exchanged", wrong),
-    ):
-        recipe = Recipe(Spec(3, center="prompt_mean"), recent=128 if name == "exact" else 0)
-        cache = TurboQuantCache(model, recipe, calibration=c)
-        logits(model, ids, past_key_values=cache)
-        keys = [x.store.read()[0].double() for x in cache.layers]
-        if name == "exact":
-            exact = keys
-        errors[name] = torch.tensor(
-            [
-                float(torch.einsum("bhnd,hde,bhne->", a - b, asked["query", i], a - b))
-                for i, (a, b) in enumerate(zip(keys, exact))
-            ]
-        )
-    assert (errors["transforms"] < 0.8 * errors["rotation"]).all() and (
-        errors["exchanged"] > errors["rotation"]
-    ).all(), errors
+    calls = twin.coded_layers[-1].calls
+    assert calls["codes"] and (name == "gemma2" or calls["chunk"])
+    assert torch.equal(*results)
+    assert torch.allclose(*ends, atol=2e-4 * float(ends[0].abs().max()))
 
 
 def test_recipes_and_what_a_calibration_refuses():
     model, found = made("llama")
     each = [replace(as_recipe("k4v4"), recent=3), replace(as_recipe("k2v2"), key=Spec(2.5))]
     got = TurboQuantCache(model, each, calibration=found).recipes
-    assert [r.key.rotation for r in got] == [m.name for m in found.transforms] and [
-        (r.key.bits, r.recent) for r in got
-    ] == [(4, 3), (2.5, 64)]
-    assert [replace(r, key=replace(r.key, rotation="hadamard")) for r in got] == [
-        r.settled(rope=True) for r in each
-    ] and len({r.to_json() for r in got}) == 2
-    assert (
-        all(r.value.rotation == "hadamard" for r in got)
-        and Recipe.from_json(got[0].to_json()) == got[0]
-    )
-    with pytest.raises(ValueError, match="one recipe for each of the 2 layers"):
-        TurboQuantCache(model, each[:1], calibration=found)
-    for rotation in ("haar", "identity", found.transforms[0].name):
-        with pytest.raises(
-            ValueError, match=f"replaces the rotation of keys, got '{rotation}'"
-        ):
-            TurboQuantCache(model, Recipe(Spec(rotation=rotation)), calibration=found)
+    assert [r.key.rotation for r in got] == [m.name for m in found.transforms]
+    plain = [replace(r, key=replace(r.key, rotation="hadamard")) for r in got]
+    assert plain == [r.settled(rope=True) for r in each]
+    assert Recipe.from_json(got[0].to_json()) == got[0] != got[1]
     with pytest.raises(ValueError, match="QJL"):
         TurboQuantCache(model, Recipe(residual="prod"), calibration=found)
-    for bad in (3, ["a"], found.transforms, object()):
-        with pytest.raises(
-            TypeError, match="calibration must be a file, a hub id or a Calibration, got"
-        ):
-            TurboQuantCache(model, calibration=bad)
 
 
 def test_a_pair_scale_of_text(tmp_path):
@@ -424,35 +309,26 @@ def test_a_pair_scale_of_text(tmp_path):
     hadamard = make_rotation("hadamard", d).matrix
     for i, transform in enumerate(found.transforms):
         m, c = (seen.mean_square(x, i).diagonal(dim1=1, dim2=2) for x in ("query", "key"))
-        scales = M.pair_scales(m, c, d)
+        scales, wrong = M.pair_scales(m, c, d), M.pair_scales(c, m, d)
         assert scales.std() > 0.01 and torch.equal(scales[:, : d // 2], scales[:, d // 2 :])
-        wrong = M.pair_scales(c, m, d)
         off = [(transform.matrix / (hadamard * x[:, None]) - 1).abs() for x in (scales, wrong)]
         assert off[0].max() < 2**-8 < off[1].max()
-    assert found.header["fit"] == "pair_scale" and "by pair scales" in repr(found)
-    assert "by pair scales" not in repr(made("llama")[1])
     save_calibration(found, tmp_path / "c.st")
     again = load_calibration(tmp_path / "c.st")
-    assert [x.name for x in again.transforms] == [x.name for x in found.transforms]
-    recipe = Recipe(Spec(3), Spec(2), recent=0)
-    cache = TurboQuantCache(model, recipe, calibration=again)
-    logits(model, texts(2, 50, 3), past_key_values=cache)
-    assert cache.layers[0].store.key.q.rotation.name == found.transforms[0].name
+    assert again.header["fit"] == "pair_scale" and "by pair scales" in repr(again)
+    cache = TurboQuantCache(model, "k3v3", calibration=again)
+    assert cache.recipes[0].key.rotation == found.transforms[0].name
     with pytest.raises(ValueError, match="pair_scale='prompt' and .* do the same work"):
         TurboQuantCache(model, "k2v2-trellis", calibration=found)
-    with pytest.raises(ValueError, match="fit must be one of 'transform', 'pair_scale'"):
-        calibrate(model, ids, fit="pairs")
 
 
 # --- the law: attention on codes is attention on what they stand for
 # -------------------------------
 
 KEYS = {
-    "none": Spec(3),
     "prompt": Spec(3, center="prompt_mean"),
     "rope": Spec(2, center="pre_rope"),
     "fraction": Spec(2.5, center="prompt_mean"),
-    "channels": Spec((4,) * 8 + (1,) * 8),
     "sign": Spec(3, residual="sign", center="prompt_mean"),
     "decay": Spec(4, center="prompt_mean"),
     "uniform, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
@@ -460,7 +336,7 @@ KEYS = {
 SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
-def filled(key, dtype, n=700, heads=2, d=16):
+def filled(key, dtype, n=360, heads=2, d=16):
     "(store, keys, values): two rows, one of them padded; a prompt, chunks, single tokens."
     q, k = moments(heads, d)
     name = M.fit_head_transform(q, k).name
@@ -469,7 +345,7 @@ def filled(key, dtype, n=700, heads=2, d=16):
         Spec(4),
         sinks=3,
         recent=9,
-        decay=300 if key == KEYS["decay"] else None,
+        decay=60 if key == KEYS["decay"] else None,
     )
     more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "pre_rope" else {}
     store = KVStore(recipe, 2, heads, d, dtype=dtype, **more)
@@ -481,7 +357,7 @@ def filled(key, dtype, n=700, heads=2, d=16):
             drawn(0 * k + torch.eye(d), 2, heads, n, seed=2),
         )
     )
-    for a, b in ((0, 300), (300, n - 40), *((t, t + 1) for t in range(n - 40, n))):
+    for a, b in ((0, 200), (200, n - 12), *((t, t + 1) for t in range(n - 12, n))):
         store.append(k[:, :, a:b], v[:, :, a:b])
     return store, k, v
 
@@ -511,8 +387,7 @@ def error(got, want, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", SHARP)
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key, dtype", covering_pairs([*KEYS], [*SHARP]))
 def test_attention_on_codes_is_dense_attention(key, dtype):
     store, k, v = filled(KEYS[key], dtype)
     dense, length = plain(store), store.length
@@ -544,7 +419,7 @@ def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     store, k, v = filled(KEYS["prompt"], torch.float32)
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
     want = dense_attention(
-        q, *plain(store), mask=(torch.arange(700) >= store.start[:, None, None, None])
+        q, *plain(store), mask=(torch.arange(360) >= store.start[:, None, None, None])
     )
     assert error(attend(q, store), want, torch.float32) < 1
     monkeypatch.setattr(M.HeadTransform, "query", M.HeadTransform.apply)
@@ -563,10 +438,8 @@ def test_ids_that_are_no_windows():
         collect(model, ids + 1000)
     assert model.config._attn_implementation == "sdpa"
     want = calibrate(model, ids)
-    for kind in (torch.int32, torch.uint8):
-        assert [m.name for m in calibrate(model, ids.to(kind), batch=1).transforms] == [
-            m.name for m in want.transforms
-        ]
+    again = calibrate(model, ids.to(torch.uint8), batch=1).transforms
+    assert [m.name for m in again] == [m.name for m in want.transforms]
     assert (
         calibrate(model, ids[:, :6]).header["tokens"] == 4
         and calibrate(model, ids[:, :2], skip=0).header["tokens"] == 4
@@ -585,29 +458,25 @@ def usable(found, model):
     assert logits(model, texts(2, 1), past_key_values=cache).isfinite().all()
 
 
-@pytest.mark.parametrize("shrink", [0.0, 0.01, 1.0])
-def test_a_text_of_one_token(shrink):
+def test_a_text_of_one_token():
     "Moments of rank one, and keys that the centre takes away."
     model, _ = made("llama")
-    usable(calibrate(model, torch.full((2, 40), 7), shrink=shrink), copy.deepcopy(model))
+    usable(calibrate(model, torch.full((2, 40), 7), shrink=0.0), copy.deepcopy(model))
 
 
-@pytest.mark.parametrize("what", ["k_proj", "q_proj", "both"])
-def test_heads_that_say_nothing(what):
+def test_heads_that_say_nothing():
+    "Of keys all heads, of queries those of the first KV head: nothing known, so a rotation."
     model = copy.deepcopy(made("llama")[0])
     with torch.no_grad():
-        for n in ("k_proj", "q_proj") if what == "both" else (what,):
-            getattr(model.model.layers[0].self_attn, n).weight[:16] = (
-                0  # of keys all heads, of queries those of the first KV head
-            )
+        for n in ("k_proj", "q_proj"):
+            getattr(model.model.layers[0].self_attn, n).weight[:16] = 0
     found = calibrate(model, texts(4))
     usable(found, model)
-    if what == "both":
-        p = found.transforms[0].matrix[0].double().mT @ found.transforms[0].matrix[0].double()
-        assert (p / p[0, 0] - torch.eye(8)).abs().max() < 0.05  # nothing known: a rotation
+    p = metric(found.transforms[0])[0]
+    assert (p / p[0, 0] - torch.eye(8)).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
 def test_states_that_are_not_finite(bad):
     model = copy.deepcopy(made("llama")[0])
     with torch.no_grad():
@@ -617,25 +486,15 @@ def test_states_that_are_not_finite(bad):
 
 
 def test_maps_that_a_store_cannot_take():
-    good = M.fit_head_transform(*moments()).name
-    with pytest.raises(
-        ValueError, match="map-0123456789abcdef is not known here: load the calibration"
-    ):
-        KVStore(
-            Recipe(Spec(rotation="map-0123456789abcdef")), 1, 2, 16
-        )  # a recipe is text: it may name what comes later
+    "(Chapter 23: of other heads, for values, with a sketch.)"
+    # a recipe is text: it may name what comes later
+    unknown, good = Spec(rotation="map-0123456789abcdef"), M.fit_head_transform(*moments()).name
+    with pytest.raises(ValueError, match="cdef is not known here: load the calibration"):
+        KVStore(Recipe(unknown), 1, 2, 16)
     with pytest.raises(ValueError, match="is for head size 16, not 8"):
         KVStore(Recipe(Spec(rotation=good)), 1, 2, 8)
-    with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 4"):
-        KVStore(Recipe(Spec(rotation=good)), 1, 4, 16)
-    with pytest.raises(ValueError, match="head transforms are for keys"):
-        Recipe(value=Spec(rotation=good))
-    with pytest.raises(ValueError, match="QJL residual"):
-        Spec(rotation=good, residual="qjl")
-    with pytest.raises(ValueError, match="QJL residual"):
-        Recipe(Spec(rotation=good), residual="prod")
     coder = Quantizer(Spec(rotation=good), 16)
-    for shape in ((16,), (5, 16), (3, 5, 16)):
+    for shape in ((5, 16), (3, 5, 16)):
         with pytest.raises(ValueError, match=r"a transform of 2 heads takes \[..., 2, n, 16\]"):
             encode(coder, torch.ones(shape))
 
@@ -646,57 +505,32 @@ def test_maps_that_a_store_cannot_take():
 
 def test_calibrations_come_back_and_others_do_not(tmp_path):
     "Truncated, changed anywhere, of another kind, missing."
-    model, found = made("llama")
+    _, found = made("llama")
     path, bad = tmp_path / "c.safetensors", tmp_path / "bad"
     save_calibration(found, path)
     back = load_calibration(str(path))
-    assert (
-        back.header == found.header
-        and repr(back) == repr(found)
-        and load_calibration(found) is found
-    )
-    assert all(
-        a is b for a, b in zip(back.transforms, found.transforms)
-    )  # one copy in a process
-    assert all(
-        torch.equal(a, b) for a, b in zip(back.centers, found.centers, strict=True)
-    ) and found.centers[0].shape == (2, 8)
-    assert (
-        TurboQuantCache(model, calibration=path).recipes
-        == TurboQuantCache(model, calibration=found).recipes
-    )
-    with safe_open(path, "pt") as f:
-        assert (
-            len(list(f.keys())) == 4
-            and json.loads(f.metadata()["header"])["about"]["head size"] == 8
-        )
+    assert back.header == found.header and load_calibration(found) is found
+    # one copy in a process
+    assert all(a is b for a, b in zip(back.transforms, found.transforms, strict=True))
+    assert all(map(torch.equal, back.centers, found.centers))
+    assert found.centers[0].shape == (2, 8)
     whole = bytearray(path.read_bytes())
     head = int.from_bytes(whole[:8], "little")
-    for n in (0, 1, 8, head, len(whole) - 1):
+    for n in (0, 8, len(whole) - 1):
         bad.write_bytes(whole[:n])
         with pytest.raises(ValueError, match="is not a readable calibration"):
             load_calibration(bad)
-    for at in (0, 9, head // 2, head + 8, head + 300, len(whole) - 1):
+    for at in (0, head // 2, head + 300):
         changed = bytearray(whole)
         changed[at] ^= 1
         bad.write_bytes(changed)
-        with pytest.raises(
-            ValueError, match="not a readable calibration|must have format|was changed"
-        ):
+        with pytest.raises(ValueError, match="not a readable|must have format|was changed"):
             load_calibration(bad)
     write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
         load_calibration(bad)
-    with pytest.raises(ValueError, match="must have format"):
-        TurboQuantCache.load(path, model)
-    for missing in (tmp_path / "none", tmp_path, "", "a/b/c"):
-        with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
-            load_calibration(missing)
-    for other in (3, 1.5, None, b"c.safetensors", [path]):
-        with pytest.raises(
-            TypeError, match="calibration must be a file, a hub id or a Calibration"
-        ):
-            load_calibration(other)
+    with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
+        load_calibration(tmp_path)
 
 
 FRESH = """
@@ -715,7 +549,7 @@ config = torch.load("config", weights_only=False)
 for file in sorted(here.glob("*.saved")):
     transforms._registered.clear()  # of the file before
     memory.shared_quantizer.cache_clear(), memory._coder.cache_clear()
-    cache = file.name.startswith("cache") or file.name.startswith("static")
+    cache = file.name.startswith("cache")
     got = TurboQuantCache.load(file, config) if cache else store_of(*read_file(file, "store", "store"))
     for x in [layer.store for layer in got.layers] if cache else [got]:
         k, v = (torch.linspace(-3, 2, x.batch * x.heads * 5 * s.q.d).sin().view(x.batch, x.heads, 5, -1).to(x.dtype) for s in (x.key, x.value))
@@ -740,7 +574,7 @@ torch.save(out, "out")
 def written(folder):
     "Stores and caches with head transforms: {file: tensors}."
     model, found = made("llama")
-    inputs, out = prompt(2, 300, padded=False), {}
+    inputs, out = prompt(2, 260, padded=False), {}
     things = {
         f"store-{n}": filled(KEYS[n], dtype)[0]
         for n, dtype in (
@@ -749,15 +583,9 @@ def written(folder):
             ("decay", torch.float16),
         )
     }
-    for name, more in (("cache", {}), ("static", dict(max_length=320, static=True))):
-        _, things[name] = generate(
-            model,
-            inputs,
-            "turboquant",
-            cache=with_transforms(model, found, "k4v3", **more),
-            padding=False,
-            disable_compile=True,
-        )
+    cache = with_transforms(model, found, "k4v3", max_length=280, static=True)
+    how = dict(padding=False, disable_compile=True)
+    things["cache"] = generate(model, inputs, "turboquant", cache=cache, **how)[1]
     for name, x in things.items():
         stores = [layer.store for layer in x.layers] if isinstance(x, TurboQuantCache) else [x]
         if isinstance(x, TurboQuantCache):
@@ -811,10 +639,10 @@ def fresh(tmp_path_factory):
 
 
 def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
-    """Stores and caches, growing and static, by `save` and entropy coded: every tensor, bit for
+    """Stores and a static cache: every tensor, bit for
     bit, what they stand for, and what they code next."""
     _, want, got = fresh
-    assert len(want) == 5
+    assert len(want) == 4
     for name, tensors in want.items():
         assert len(tensors) == len(got[name])
         for a, b in zip(tensors, got[name]):

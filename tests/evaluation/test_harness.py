@@ -3,6 +3,7 @@
 import importlib
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -106,13 +107,15 @@ def test_answers_are_written_on_codes_in_padded_batches_too(make):
 def test_the_command_knows_the_model_and_a_task_beside_it(tiny, tmp_path, monkeypatch):
     shutil.copytree(TASK, tmp_path / "task")
     monkeypatch.chdir(tmp_path / "task")
+    few = partial(TaskManager, include_defaults=False)  # reading all tasks takes long
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", few)
     ask = f"lm_eval --model turboquant --model_args pretrained={tiny},recipe=k3v3,chunk=64 "
     ask += "--tasks letters --include_path . --device cpu --batch_size 4 --output_path out"
     monkeypatch.setattr(sys, "argv", [*ask.split(), "--log_samples"])
     harness.cli_evaluate()
     (samples,) = (tmp_path / "task/out").rglob("samples_letters_*.jsonl")
     assert samples.read_text().count("\n") == 4
-    tasks = dict(tasks=["letters"], task_manager=TaskManager(include_path="."))
+    tasks = dict(tasks=["letters"], task_manager=few(include_path="."))
     args = dict(pretrained=tiny, recipe=dict(key=dict(bits=2), value=dict(bits=2)))
     found = lm_eval.simple_evaluate("turboquant", args, device="cpu", batch_size=2, **tasks)
     assert 0 <= found["results"]["letters"]["acc,none"] <= 1

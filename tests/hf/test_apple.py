@@ -46,7 +46,7 @@ def test_the_stand_in_refuses_what_mps_has_not():
         y + 1
 
 
-PRESETS = "k4v4", "k4v3", "k2v2", "k1v1", "k2v2-trellis"  # each number of bits, each kind
+PRESETS = "k4v3", "k1v1", "k2v2-trellis"  # each number of bits, each kind
 RECIPES = {name: name for name in PRESETS} | {
     "pair scale": Recipe(key=Spec(2, pair_scale="prompt"), value=Spec(2)),
     "fractions": Recipe(key=Spec(2.5), value=Spec(3.25)),
@@ -74,9 +74,7 @@ def test_a_whole_model(recipe):
         assert got.cpu().tolist() == want.tolist()
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3_text", "gemma2", "qwen3", "gpt_neox", "phi", "gpt_oss"]
-)
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma2", "phi", "gpt_oss"])
 def test_families(name):
     model = send(copy.deepcopy(tiny(name)))
     with torch.no_grad(), apple():

@@ -18,8 +18,6 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from turboquant_nb import TurboQuantCache
@@ -45,12 +43,10 @@ SIZES = dict(
     max_position_embeddings=512,
 )
 FAMILIES = {
-    # three norms and MLPs of each layer, the last norm
-    "llama": (LlamaForCausalLM, LlamaConfig, {}, 2 * 3 + 1),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}, 2 * 5 + 1),  # norms of queries and keys
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {}, 2 * 7 + 1),
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {}),  # norms of queries and keys
     # experts are chosen by what a token holds: only norms
-    "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=2), 2 * 2 + 1),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, dict(num_local_experts=2)),
 }
 # under ATEN_CPU_CAPABILITY=default Inductor (torch 2.13) writes at::vec without a header; parts
 # then run as they are, with a warning
@@ -62,7 +58,7 @@ needs_compiler = pytest.mark.skipif(
 
 def made(family):
     "A model whose tokens depend on what it reads."
-    model, config, more, _ = FAMILIES[family]
+    model, config, more = FAMILIES[family]
     torch.manual_seed(0)
     model = model(config(**SIZES, **more)).eval()
     for weight in model.parameters():
@@ -88,49 +84,19 @@ def logits(model, ids, cache):
 
 
 @needs_compiler
-@pytest.mark.parametrize("coded", [False, True])
-def test_inductor_gives_the_same_values(coded):
+def test_inductor_gives_the_same_values():
     "To 1e-5 of the logits in float32; a prompt, which is not compiled, to the bit."
     model = made("llama")
     ids = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(0))
-    cache = lambda: (
-        TurboQuantCache(model, "k4v4") if coded else DynamicCache(config=model.config)
-    )
+    cache = lambda: DynamicCache(config=model.config)
     want = logits(model, ids, cache())
     steps = compile_steps(model)
     got = logits(model, ids, cache())
     assert not steps.refused, steps
     assert torch.equal(got[0], want[0])
-    # a code that falls to the other side of an edge moves a logit by more than rounding does
-    assert (got - want).abs().max() <= (1e-2 if coded else 1e-5) * want.abs().max()
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
     steps.undo()
     assert torch.equal(logits(model, ids, cache()), want)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_steps(family):
-    "Followed by Dynamo and run as it is: equal values."
-    model = made(family)
-    ids = torch.randint(1, 128, (2, 20), generator=torch.Generator().manual_seed(0))
-    want = logits(model, ids, DynamicCache(config=model.config))
-    steps = compile_steps(model, backend="eager")
-    assert torch.equal(logits(model, ids, DynamicCache(config=model.config)), want)
-    assert not steps.refused and "as it is" not in repr(steps)
-
-
-def test_what_cannot_be_compiled_is_said_once_and_runs():
-    def broken(graph, inputs):
-        raise RuntimeError("no such compiler")
-
-    model = made("llama")
-    ids = torch.randint(1, 128, (1, 8), generator=torch.Generator().manual_seed(0))
-    want = logits(model, ids, DynamicCache(config=model.config))
-    steps = compile_steps(model, backend=broken)
-    with pytest.warns(UserWarning, match="runs as it is, since it cannot be compiled") as seen:
-        got = logits(model, ids, DynamicCache(config=model.config))
-    assert torch.equal(got, want) and len(seen) == 3  # a layer, the last norm, RoPE
-    assert set(steps.refused) == {"LlamaRMSNorm", "LlamaDecoderLayer", "apply_rotary_pos_emb"}
-    assert "no such compiler" in repr(steps)
 
 
 def test_training_hooks_and_other_forwards_are_left_alone():
@@ -166,22 +132,6 @@ def test_training_hooks_and_other_forwards_are_left_alone():
     assert "forward" not in vars(model.model.layers[1].mlp) | vars(attention)
 
 
-@needs_compiler
-def test_a_graph_replays_compiled_steps():
-    "Captured and compared as any step: the parts run compiled in both."
-    model = made("llama")
-    ids = torch.randint(1, 128, (2, 40), generator=torch.Generator().manual_seed(0))
-    greedy = dict(do_sample=False, max_new_tokens=12, eos_token_id=None)
-    steps = compile_steps(model)
-    eager = model.generate(
-        ids, past_key_values=TurboQuantCache(model, "k3v3", graphs=False), **greedy
-    )
-    cache = TurboQuantCache(model, "k3v3", graphs=Tape)
-    assert torch.equal(model.generate(ids, past_key_values=cache, **greedy), eager)
-    report = cache.report()["graphs"]
-    assert report["replayed"] > 5 and not report["why_not"] and not steps.refused
-
-
 # --- chosen by itself
 
 
@@ -193,19 +143,16 @@ def chooses(monkeypatch):
     monkeypatch.setattr(StepChoice, "saved", 1.0)
 
 
-def generated(model, new=12, rows=2):
+def generated(model, new=12, rows=2, graphs=Tape):
     "Tokens and what the cache says of its graphs."
     ids = torch.randint(1, 128, (rows, 40), generator=torch.Generator().manual_seed(0))
-    cache = TurboQuantCache(model, "k3v3", graphs=Tape)
+    cache = TurboQuantCache(model, "k3v3", graphs=graphs)
     more = dict(do_sample=False, max_new_tokens=new, eos_token_id=None)
     return model.generate(ids, past_key_values=cache, **more), cache.report()["graphs"]
 
 
 def eagerly(model, new=12, rows=2):
-    ids = torch.randint(1, 128, (rows, 40), generator=torch.Generator().manual_seed(0))
-    cache = TurboQuantCache(model, "k3v3", graphs=False)
-    more = dict(do_sample=False, max_new_tokens=new, eos_token_id=None)
-    return model.generate(ids, past_key_values=cache, **more)
+    return generated(model, new, rows, graphs=False)[0]
 
 
 @needs_compiler
@@ -234,13 +181,10 @@ def test_a_long_answer_is_compiled_on_the_way(chooses):
     assert torch.equal(generated(other, 24)[0], want)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=needs_compiler)])
-def test_passes_with_drafts_are_compiled_for_each_number_of_tokens(
-    chooses, monkeypatch, backend
-):
+def test_passes_with_drafts_are_compiled_for_each_number_of_tokens(chooses, monkeypatch):
     """After as many passes as pay for the compiler, in one call; other numbers of tokens run as
     they are, and their graphs stay. Kills: parts that stand for one token only."""
-    monkeypatch.setattr(StepChoice, "options", dict(backend=backend))
+    monkeypatch.setattr(StepChoice, "options", dict(backend="eager"))
     model, seen = made("llama"), []
     text = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(0))
     run = StepPart.run
@@ -308,6 +252,7 @@ def test_no_token_is_taken_twice_where_a_layer_fails(late):
     with steps.standing(), pytest.warns(UserWarning, match="LlamaDecoderLayer runs as it is"):
         assert torch.equal(logits(model, ids, cache), want)
     assert cache.get_seq_length() == 23 and len(graphs) == 1 + late
+    assert set(steps.refused) >= {"LlamaDecoderLayer"} and "no such compiler" in repr(steps)
     steps = CompiledSteps(model, True, backend="eager")
     full = TurboQuantCache(model, "k4v4", max_length=21)
     with steps.standing(), pytest.raises(ValueError, match="max_length is 21"):

@@ -82,7 +82,9 @@ def one_matrix():
 def test_a_file_is_refused_by_other_weights_and_both_are_named(file, make):
     model, config = make(), copy.deepcopy(tiny().config)
     mine, its = (weights_of(m)["digest"] for m in (tiny(), model))
-    refused = pytest.raises(ValueError, match=f"weights {mine}.*the model is .*weights {its}")
+    kind = "float16" if make is half else "float32"
+    why = rf"\(float32, .*weights {mine}.*the model is .*\({kind}, .*weights {its}"
+    refused = pytest.raises(ValueError, match=why)
     with refused:
         TurboQuantCache.load(file, model)
     cache = TurboQuantCache.load(file, config)  # no weights to compare: the first pass does it
@@ -92,11 +94,6 @@ def test_a_file_is_refused_by_other_weights_and_both_are_named(file, make):
     with torch.no_grad():
         alone(tiny())(NEXT, past_key_values=cache)
     assert cache.get_seq_length() == 43
-
-
-def test_a_type_is_named(file):
-    with pytest.raises(ValueError, match=r"\(float32, .*\(float16, "):
-        TurboQuantCache.load(file, half())
 
 
 def test_adapters_that_are_switched_off_are_other_weights(tmp_path):
@@ -120,14 +117,12 @@ def test_a_file_without_a_digest_needs_a_config(tmp_path):
     assert TurboQuantCache.load(tmp_path / "a", config).get_seq_length() == 40
 
 
-@pytest.mark.parametrize("where", ("cpu", "disk", "both"))
+@pytest.mark.parametrize("where", ("disk", "both"))
 def test_weights_that_lie_elsewhere_are_the_same(where, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, device = alone(tiny()), torch.device("cpu")
     want = weights_of(model)
-    if where == "cpu":
-        model = accelerate.cpu_offload(model, execution_device=device)
-    elif where == "disk":
+    if where == "disk":
         model = accelerate.disk_offload(model, tmp_path, execution_device=device)
     else:
         parts = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")
@@ -180,6 +175,7 @@ def test_gradient_checkpointing_is_refused(of_model):
     cache = TurboQuantCache(model if of_model else model.config)
     with pytest.raises(ValueError, match="gradient checkpointing takes every cache away"):
         model(IDS, past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
 # --- guards, whatever a cache was made from
@@ -282,8 +278,7 @@ def test_what_a_model_brings_as_its_settings_gives_way_and_what_a_call_asks_for_
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", (72, 100, 512))
-@pytest.mark.parametrize("recipe", ("k3v3-trellis", "k2v2-trellis"))
+@pytest.mark.parametrize("size, recipe", ((72, "k3v3-trellis"), (512, "k2v2-trellis")))
 def test_codes_that_heads_cannot_have_are_refused_where_a_cache_is_made(size, recipe):
     model = tiny("llama", head_dim=size)
     with pytest.raises(ValueError, match=rf"d = {size}, in all layers: give these"):

@@ -17,12 +17,10 @@ from turboquant_nb.cache.store import expected_nbytes
 from turboquant_nb.hf import TurboQuantCache, TurboQuantLayer, layer_frequencies
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
-from turboquant_nb.quant.mixed_precision import by_layer
 from turboquant_nb.testing import same
 from turboquant_nb.theory import centre
 from tests.helpers import (
     BASE,
-    FAMILIES,
     HYBRID,
     MODES,
     SLIDING,
@@ -60,11 +58,24 @@ def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# They differ in what a cache meets: windows, softcap, learnt logits, no RoPE or another one,
+# scores of their own, latents, recurrent states. test_architectures.py has every class.
+DIFFER = (
+    "llama mistral gemma2 gemma3_text gpt2 gpt_neox opt falcon cohere2 gpt_oss smollm3 "
+    "deepseek_v3 qwen3_next lfm2 falcon_h1"
+).split()
+
+
+def two(model):
+    "Decoded states under the model's fastest attention, and codes."
+    return three(model)[-2:]
+
+
+@pytest.mark.parametrize("name", DIFFER)
 def test_family(name):
-    """Greedy, left-padded, which nobody tells: the same tokens from all attentions, every layer
-    knows where the rows begin, and a cache of the config as it was saved gives the tokens of
-    transformers' own when every token is in the exact window."""
+    """Greedy, left-padded, which nobody tells: the same tokens from both attentions, every
+    layer knows where the rows begin, and a cache of the config as it was saved gives the tokens
+    of transformers' own when every token is in the exact window."""
     model, inputs = tiny(name), prompt()
     saved = type(model.config).from_dict(model.config.to_dict())
     model.set_attn_implementation("eager")
@@ -73,7 +84,7 @@ def test_family(name):
         len({tuple(r) for r in own[:, 30:].tolist()}) > 1
     )  # the rows differ: padding and context matter
     results = []
-    for attention in three(model):
+    for attention in two(model):
         model.set_attn_implementation(attention)
         saved._attn_implementation = taken = model.config._attn_implementation
         reading = "auto" if taken == "turboquant" else "dense"
@@ -92,47 +103,36 @@ def test_family(name):
     assert all(torch.equal(x, results[0]) for x in results[1:])
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in ("lfm2",)])
-def test_logits_of_codes_equal_logits_of_dense(name):
+@pytest.mark.parametrize(
+    "name, padded",
+    covering_pairs([n for n in DIFFER if n != "lfm2"], [False, True])
+    + [("llama", True), ("gemma3_text", False)],
+)
+def test_logits_of_codes_equal_logits_of_dense(name, padded):
     """The two modes of one cache, chunk after chunk (also chunks longer than a sliding window,
     no chunk of a few drafts: dense attention has one tensor for all of its queries), to fp32
     rounding; with and without a mask."""
-    model = tiny(name)
-    for padded in (False, True):
-        inputs = prompt(2, 60, padded=padded)
-        out = {}
-        for attention in ("eager", "turboquant"):  # sdpa has no softcap in older transformers
-            model.set_attn_implementation(attention)
-            cache, logits, at = cache_for(model, "k3v3"), [], 0
-            if padded:
-                cache.set_padding(inputs["attention_mask"])
-            for n in (9, 1, 20, 1, 1, 17) if name not in HYBRID else (40, 1, 1, 1):
-                mask = (
-                    dict(attention_mask=inputs["attention_mask"][:, : at + n]) if padded else {}
-                )
-                position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, at : at + n]
-                extra = {} if name in ("opt",) else dict(position_ids=position)
-                with torch.no_grad():
-                    logits.append(
-                        model(
-                            inputs["input_ids"][:, at : at + n],
-                            past_key_values=cache,
-                            **mask,
-                            **extra,
-                        ).logits
-                    )
-                at += n
-            logits = torch.cat(logits, 1)
-            out[attention] = (
-                logits if not padded else logits[inputs["attention_mask"][:, :at].bool()]
-            )
-        a, b = out.values()
-        assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max()), (name, padded)
+    model, inputs, out = tiny(name), prompt(2, 60, padded=padded), {}
+    for attention in ("eager", "turboquant"):  # sdpa has no softcap in older transformers
+        model.set_attn_implementation(attention)
+        cache, logits, at = cache_for(model, "k3v3"), [], 0
+        if padded:
+            cache.set_padding(inputs["attention_mask"])
+        for n in (9, 1, 20, 1, 17) if name not in HYBRID else (40, 1, 1):
+            mask = dict(attention_mask=inputs["attention_mask"][:, : at + n]) if padded else {}
+            position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, at : at + n]
+            extra = {} if name == "opt" else dict(position_ids=position)
+            ids = inputs["input_ids"][:, at : at + n]
+            with torch.no_grad():
+                logits.append(model(ids, past_key_values=cache, **mask, **extra).logits)
+            at += n
+        out[attention] = torch.cat(logits, 1)[inputs["attention_mask"][:, :at].bool()]
+    a, b = out.values()
+    assert float((a - b).abs().max()) < 2e-4 * float(a.abs().max())
 
 
-WAYS = [(mode, "llama") for mode in MODES]
-WAYS += covering_pairs([*MODES], ["gemma3_text", "qwen3_next", "falcon_h1", "gpt_oss"])
-WAYS += [("beams", "qwen3_next"), ("beams", "falcon_h1")]
+WAYS = covering_pairs([*MODES], ["llama", "gemma3_text", "falcon_h1", "gpt_oss"])
+WAYS += [("beams", "qwen3_next"), ("prefill in chunks", "gemma3_text")]
 
 
 @pytest.mark.parametrize("mode, name", WAYS)
@@ -142,7 +142,7 @@ def test_ways_of_generating(mode, name):
         pytest.skip("transformers feeds a recurrent layer chunk by chunk only for some models")
     own = None
     for recipe in (exact_recipe(), "k3v3"):
-        results = [generate(model, inputs, a, recipe, **MODES[mode])[0] for a in three(model)]
+        results = [generate(model, inputs, a, recipe, **MODES[mode])[0] for a in two(model)]
         assert all(torch.equal(x, results[0]) for x in results[1:])
         if own is None and name not in HYBRID:  # the exact window: as transformers' own cache
             model.set_attn_implementation("eager")
@@ -180,14 +180,13 @@ def test_drafts_give_the_tokens_of_greedy_decoding(recipe, name):
     twin = copy.deepcopy(model)
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-    plain, one = generate(model, inputs, "turboquant", recipe, max_new_tokens=30)
+    plain, one = generate(model, inputs, "turboquant", recipe, max_new_tokens=20)
     for kwargs in (
-        dict(prompt_lookup_num_tokens=4),
         dict(prompt_lookup_num_tokens=12),
         dict(assistant_model=assistant),
         dict(assistant_model=twin),
     ):
-        got, cache = generate(model, inputs, "turboquant", recipe, max_new_tokens=30, **kwargs)
+        got, cache = generate(model, inputs, "turboquant", recipe, max_new_tokens=20, **kwargs)
         assert torch.equal(got, plain), kwargs
         for x, y in zip(cache.coded_layers, one.coded_layers):
             n = min(x.held, y.held)
@@ -205,8 +204,9 @@ def test_what_serves_is_chosen_once_with_learnt_logits_too(name):
         assert len(layer.rules) == 1 and len(layer.store.memo["choices"]) == 1
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-@pytest.mark.parametrize("kind", ["grows", "static"])
+@pytest.mark.parametrize(
+    "name, kind", [("llama", "grows"), ("mistral", "static"), ("gpt_oss", "grows")]
+)
 def test_a_chunk_is_its_tokens_one_by_one(name, kind):
     """Chunks of 2 to 16 tokens in a padded batch, after crops too: the logits and the exact
     tokens of single steps. The mutant loses the tail, and the recent tokens that its chunk
@@ -268,33 +268,25 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
 # -------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"]
-)
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "falcon_h1"])
 def test_conversation_continues(name):
-    model, results, exact = tiny(name), [], []
-    for attention in three(model):
-        for recipe, into in (("k3v3", results), (exact_recipe(), exact)):
-            inputs = prompt(2, 20)
+    model, inputs = tiny(name), prompt(2, 20)
+    for recipe in ("k3v3", exact_recipe()):
+        results = []
+        for attention in two(model):
             out, cache = generate(model, inputs, attention, recipe)
             turn = torch.cat([out, prompt(2, 5, seed=9, padded=False)["input_ids"]], 1)
-            mask = torch.cat(
-                [inputs["attention_mask"], torch.ones(2, turn.shape[1] - 20, dtype=torch.long)],
-                1,
-            )
-            again, _ = generate(
-                model, dict(input_ids=turn, attention_mask=mask), attention, cache=cache
-            )
+            more = torch.ones(2, turn.shape[1] - 20, dtype=torch.long)
+            mask = torch.cat([inputs["attention_mask"], more], 1)
+            said = dict(input_ids=turn, attention_mask=mask)
+            results.append(generate(model, said, attention, cache=cache)[0])
             assert cache.get_seq_length() == 40
-            into.append(again)
-    assert all(torch.equal(x, results[0]) for x in results[1:]) and all(
-        torch.equal(x, exact[0]) for x in exact[1:]
-    )
+        assert torch.equal(*results)
     model.set_attn_implementation("eager")
     whole = model.generate(
-        input_ids=exact[0][:, :33], attention_mask=mask, max_new_tokens=8, do_sample=False
+        input_ids=results[0][:, :33], attention_mask=mask, max_new_tokens=8, do_sample=False
     )
-    assert torch.equal(whole, exact[0])
+    assert torch.equal(whole, results[0])
 
 
 @torch.no_grad()
@@ -330,53 +322,35 @@ def test_a_state_beside_codes_follows_them(tmp_path):
 # ------------------------------------------------------------------
 
 
-def tiny_long(name="llama"):
-    "Room for more than a tile of 256 tokens."
-    return tiny(name, max_position_embeddings=512)
-
-
-def rich(model):
-    "Recipes beyond the presets; what they need at head size 8."
-    layers = len(TurboQuantCache(model).coded_layers)
-    mixed = by_layer(
-        "k4v4", layers, {layers - 1: Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)}
-    )
-    return {
-        **{
-            r: Recipe(Spec(3, center="prompt_mean"), Spec(4), residual=r)
-            for r in ("none", "sign", "prod", "rescale")
-        },
-        "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")),
-        "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
-        "2.5 bits": as_recipe("k4v4", bits=2.5),
-        "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)),
-        "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
-        "decay": Recipe(decay=20),
-        "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20),
-        "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
-        "by layer": mixed,
-        "pre_rope": PRE_ROPE,
-    }
-
-
 PRE_ROPE = Recipe(Spec(4, center="pre_rope"), Spec(4, center="prompt_mean"), 2, 5)
-RICH = [("llama", x) for x in rich(tiny())] + [
-    (m, x)
-    for m in ("gemma3_text", "gpt_oss", "qwen3_next")
-    for x in ("prod", "sign", "tuple", "decay", "by layer", "pre_rope")
-]
+RICH = {  # beyond the presets; what they need at head size 8
+    "none": Recipe(Spec(3, center="prompt_mean"), Spec(4), residual="none"),
+    "prod": Recipe(Spec(3, center="prompt_mean"), Spec(4), residual="prod"),
+    "rescale": Recipe(Spec(3, center="prompt_mean"), Spec(4), residual="rescale"),
+    "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")),
+    "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
+    "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)),
+    "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
+    "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20),
+    "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
+    "by layer": ["k4v4", Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)],
+    "pre_rope": PRE_ROPE,
+}
+CASES = [("llama", x) for x in RICH]
+CASES += [("gemma3_text", "decay of signs"), ("gemma3_text", "pre_rope")]
+CASES += [("gpt_oss", "by layer"), ("gpt_oss", "tuple"), ("qwen3_next", "prod")]
 
 
-@pytest.mark.parametrize("name, which", RICH)
-def test_every_recipe_on_codes_and_dense(which, name, tmp_path, monkeypatch):
-    """The same greedy tokens from both paths, over a tile boundary; every byte counted; files
-    and copies go on alike."""
+@pytest.mark.parametrize("name, which", CASES)
+def test_every_recipe_on_codes_and_dense(which, name, monkeypatch):
+    """The same greedy tokens from both paths, over a tile boundary; every byte counted, in a
+    copy too. (test_archive.py: files.)"""
     # a table that others share is as long as the longest of them needs, and is walked whole
     monkeypatch.setattr(centre, "_SHARED_COS_SIN", weakref.WeakValueDictionary())
-    model, inputs = tiny_long(name), prompt(2, 285)
-    recipe, results = rich(model)[which], []
-    for attention in three(model):
-        out, cache = generate(model, inputs, attention, recipe, max_new_tokens=6)
+    model, inputs = tiny(name, max_position_embeddings=512), prompt(2, 280)
+    results = []
+    for attention in two(model):
+        out, cache = generate(model, inputs, attention, RICH[which], max_new_tokens=4)
         results.append(out)
         r = cache.report()
         assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
@@ -390,36 +364,31 @@ def test_every_recipe_on_codes_and_dense(which, name, tmp_path, monkeypatch):
             == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers)
             or name in SLIDING
         )
-    assert all(torch.equal(x, results[0]) for x in results[1:])
+    assert torch.equal(*results)
     if name in HYBRID:
         return
-    cache.save(tmp_path / "c")
-    copies = [copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "c", model)]
-    step = prompt(2, 1, seed=5, padded=False)["input_ids"]
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 6, dtype=torch.long)], 1)
+    twin, step = copy.deepcopy(cache), prompt(2, 1, seed=5, padded=False)["input_ids"]
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
     with torch.no_grad():
-        want = model(step, attention_mask=mask, past_key_values=cache).logits
-        assert copies[0].config is model.config
-        for other in copies:
-            assert other.recipe == cache.recipe
-            same(model(step, attention_mask=mask, past_key_values=other).logits, want)
-            assert (
-                other.report()["nbytes"] == cache.report()["nbytes"]
-                and other.report()["recipe"] == cache.report()["recipe"]
-            )
+        same(
+            *(model(step, attention_mask=mask, past_key_values=x).logits for x in (cache, twin))
+        )
+    assert twin.report()["nbytes"] == cache.report()["nbytes"] and twin.recipe == cache.recipe
 
 
 STILL = {
     "gpt2": "no rotary embedding",
     "opt": "no rotary embedding",
-    "cohere": "pairs the channels",
     "cohere2": "pairs the channels",
     "glm4": "pairs the channels",
     "deepseek_v3": "one that is still",
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+ROTATED = "llama gemma2 phi stablelm gpt_oss smollm3".split()
+
+
+@pytest.mark.parametrize("name", [*STILL, *ROTATED])
 def test_what_rope_rotates_by(name):
     """Rotated back by the frequencies that were found, keys are what their projection gave;
     where RoPE is another, the reason is said, and a mean before RoPE is refused."""
@@ -437,21 +406,6 @@ def test_what_rope_rotates_by(name):
     assert not why and sum(x is None for x in found) == (
         name == "smollm3"
     )  # whose second layer has no RoPE
-    if name not in (
-        "llama",
-        "mistral",
-        "qwen2",
-        "gemma",
-        "gemma2",
-        "phi",
-        "stablelm",
-        "granite",
-        "gpt_oss",
-        "mixtral",
-        "starcoder2",
-        "smollm3",
-    ):
-        return  # keys are normalised, or projected with the rest, before RoPE
     made, attention = {}, [m for n, m in model.named_modules() if n.endswith("self_attn")]
     hooks = [
         m.k_proj.register_forward_hook(lambda m, i, o, at=i: made.update({at: o}))
@@ -484,9 +438,7 @@ def test_what_rope_rotates_by(name):
 
 
 AXES = {
-    "Qwen2_5_VLText": dict(mrope_section=[2, 1, 1]),
     "Qwen2VLText": dict(mrope_section=[2, 1, 1]),
-    "Qwen3VLText": dict(mrope_section=[2, 1, 1]),
     "Qwen3_5Text": {},
     "Glm4vText": dict(mrope_section=[2, 1, 1]),
 }
@@ -525,7 +477,7 @@ SHARERS = {
 
 
 @pytest.mark.parametrize("name", SHARERS)
-def test_layers_that_take_anothers_keys(name, tmp_path):
+def test_layers_that_take_anothers_keys(name):
     """By presets, whose mean of keys asks how the model rotates: Gemma 3n and 4 rotate one
     tensor at a time, and presets were refused with torch's error. Gemma 4 brings only the last
     queries to layers that take another's keys: they were taken for the first ones (of a sliding
@@ -553,37 +505,27 @@ def test_layers_that_take_anothers_keys(name, tmp_path):
             max_new_tokens=8,
             do_sample=False,
         )
-        for recipe in (exact_recipe(), "k3v3", "k2v2"):
+        for recipe in (exact_recipe(), "k2v2"):
             (want, _), (got, cache) = (
                 generate(model, inputs, a, recipe) for a in ("sdpa", "turboquant")
             )
-            assert torch.equal(want, got) and (
-                recipe in ("k3v3", "k2v2") or torch.equal(got, own)
-            ), (padded, recipe)
+            assert torch.equal(want, got) and (recipe == "k2v2" or torch.equal(got, own))
         assert {x.key.center for x in cache.recipes} == {"pre_rope"}
         model.set_attn_implementation("sdpa")
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     plain, drafted = (
-        generate(model, inputs, "turboquant", "k2v2", max_new_tokens=25, **kwargs)[0]
+        generate(model, inputs, "turboquant", "k2v2", max_new_tokens=15, **kwargs)[0]
         for kwargs in ({}, dict(prompt_lookup_num_tokens=4))
     )
     assert torch.equal(plain, drafted)
-    cache.save(tmp_path / "c")
-    back, step = TurboQuantCache.load(tmp_path / "c", model), ids[:, :1].repeat(2, 1)
-    with torch.no_grad():
-        said = [model(step, past_key_values=x).logits for x in (cache, back)]
-    assert torch.equal(*said)
 
 
 @pytest.mark.parametrize(
     "kind, why",
     [
-        ("lfm3", ""),
-        ("beam", ""),
         ("internlm3", ""),
         ("hunyuan_vl", ""),
-        ("gemma3n", ""),
         ("gemma4", ""),
         (
             "deepseek_v4",
@@ -618,34 +560,24 @@ def test_what_no_pass_could_serve_is_said_first():
     model = tiny()
     with pytest.raises(ValueError, match="bits must have length d = 8, got 1"):
         TurboQuantCache(model, bits=(3,))
-    _, cache = generate(model, prompt(2, 20), "turboquant")
-    for tokens, why in (
-        (3, "takes a negative number of tokens to remove, got 3"),
-        (-100, "100"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            cache.layers[0].crop(tokens)
-    assert cache.get_seq_length() == 27
     cache, eighth = TurboQuantCache(model), torch.zeros(1, 2, 5, 8).to(torch.float8_e4m3fn)
     with pytest.raises(
-        TypeError, match="float16, bfloat16, float32 or float64, got torch.float8_e4m3fn"
+        TypeError, match="bfloat16, float32 or float64, got torch.float8_e4m3fn"
     ):
         cache.update(eighth, eighth, 0)
     assert not cache.layers[0].is_initialized
     _, cache = generate(model, prompt(2, 20), "turboquant")
+    with pytest.raises(ValueError, match="takes a negative number of tokens to remove, got 3"):
+        cache.layers[0].crop(3)
     before = [x.clone() for x in cache.layers[0].store.read()]
-    for rows, error, why in (
-        ([0, 2], ValueError, "lie in 0..1, got 0..2"),
-        ([0.0], TypeError, "beam_idx must"),
-    ):
-        with pytest.raises(error, match=why):
-            cache.reorder_cache(
-                torch.tensor(rows, dtype=torch.float32 if error is TypeError else torch.long)
-            )
-    assert all(torch.equal(a, b) for a, b in zip(cache.layers[0].store.read(), before))
+    with pytest.raises(ValueError, match="lie in 0..1, got 0..2"):
+        cache.reorder_cache(torch.tensor([0, 2]))
+    with pytest.raises(TypeError, match="beam_idx must"):
+        cache.reorder_cache(torch.tensor([0.0]))
+    assert all(map(torch.equal, cache.layers[0].store.read(), before))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_a_mask_that_lacks_tokens_is_refused(attention):
     """transformers takes what lacks for padding at the right: the last token was hidden, and
     the padding at the left not learnt. Nothing of the pass is kept."""
@@ -667,78 +599,53 @@ def test_a_mask_that_lacks_tokens_is_refused(attention):
         assert cache.get_seq_length() == 20 and cache.coded_layers[0].starts == (0, 7)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
-@pytest.mark.parametrize("extra", [{}, dict(prefill_chunk_size=7), dict(num_beams=2)], ids=str)
+@pytest.mark.parametrize(
+    "attention, extra",
+    [
+        ("eager", dict(prefill_chunk_size=7)),
+        ("sdpa", {}),
+        ("turboquant", dict(prefill_chunk_size=7)),
+        ("turboquant", dict(num_beams=2)),
+    ],
+)
 def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
     """At the first turn and at the next, where `generate` cuts off by the mask's length what is
     held: one sentence, and what was held is held."""
     model, inputs = tiny(), prompt(2, 20)
     model.set_attn_implementation(attention)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    with pytest.raises(
-        ValueError,
-        match=(
-            "attention_mask must be .*a column for each of .* tokens held and .* new ones, got "
-            ".*19"
-        ),
-    ):
+    how = dict(max_new_tokens=3, do_sample=False, **extra)
+    why = "attention_mask must be .*a column for each of .* tokens held and .* new ones, got "
+    with pytest.raises(ValueError, match=f"{why}.*19"):
         model.generate(
-            input_ids=ids,
-            attention_mask=mask[:, :-1],
-            past_key_values=cache_for(model),
-            max_new_tokens=3,
-            do_sample=False,
-            **extra,
+            ids, attention_mask=mask[:, :-1], past_key_values=cache_for(model), **how
         )
     out, cache = generate(model, inputs, attention, max_new_tokens=4)
-    assert cache.get_seq_length() == 23
-    turn, longer = (
-        torch.cat([out, ids[:, :2]], 1),
-        torch.cat([mask, torch.ones(2, 6, dtype=torch.long)], 1),
-    )
-    again = (
-        ""
-        if "prefill_chunk_size" in extra
-        else "; or .*, 26., where generate.. got all 26 tokens of a conversation again"
-    )
-    with pytest.raises(
-        ValueError,
-        # transformers below 5.23 cuts the mask to a chunk's tokens before anything sees it
-        match=f"a column for each of 23 tokens held and .* new ones{again}, got .*(25|2, 7)",
-    ):
-        model.generate(
-            input_ids=turn,
-            attention_mask=longer[:, :-1],
-            past_key_values=cache,
-            max_new_tokens=3,
-            do_sample=False,
-            **extra,
-        )
+    turn = torch.cat([out, ids[:, :2]], 1)
+    mask = torch.cat([mask, torch.ones(2, 6, dtype=torch.long)], 1)
+    again = "; or .*, 26., where generate.. got all 26 tokens of a conversation again"
+    again = "" if "prefill_chunk_size" in extra else again
+    # transformers below 5.23 cuts the mask to a chunk's tokens before anything sees it
+    why = f"a column for each of 23 tokens held and .* new ones{again}, got .*(25|2, 7)"
+    with pytest.raises(ValueError, match=why):
+        model.generate(turn, attention_mask=mask[:, :-1], past_key_values=cache, **how)
     assert cache.get_seq_length() == 23
     if not extra:
-        more = model.generate(
-            input_ids=turn,
-            attention_mask=longer,
-            past_key_values=cache,
-            max_new_tokens=3,
-            do_sample=False,
-        )
+        more = model.generate(turn, attention_mask=mask, past_key_values=cache, **how)
         assert more.shape == (2, 29) and cache.get_seq_length() == 28
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("attention, masked", [("sdpa", False), ("turboquant", True)])
 def test_a_used_cache_refuses_another_prompt(attention, masked):
     """`generate` cut as many tokens from it as were held and went on from the first prompt's
     past, at positions that were taken; transformers says nothing."""
-    model, length = tiny(), dict(max_length=64, static=True)
-    for how in ({}, length):
+    model = tiny()
+    for how in ({}, dict(max_length=64, static=True)):
         cache = TurboQuantCache(model, "k4v4", **how)
         first, second = prompt(2, 20, padded=False), prompt(2, 40, seed=1, padded=False)
-        said, _ = generate(model, first, attention, cache=cache, max_new_tokens=8)
-        assert int(cache.get_seq_length()) == 27
+        said, _ = generate(model, first, attention, cache=cache)
         before = [x.clone() for x in cache.layers[0].store.read()]
-        for n in (3, 14, 20, 26, 27):
+        for n in (3, 14, 27):
             inputs = {k: x[:, :n] for k, x in second.items() if masked or k == "input_ids"}
             with pytest.raises(
                 ValueError,
@@ -748,72 +655,33 @@ def test_a_used_cache_refuses_another_prompt(attention, masked):
                 ),
             ):
                 generate(model, inputs, attention, cache=cache)
-        assert int(cache.get_seq_length()) == 27 and all(
-            torch.equal(a, b) for a, b in zip(cache.layers[0].store.read(), before)
-        )
-        turn = torch.cat([said, second["input_ids"][:, :2]], 1)
-        assert generate(model, dict(input_ids=turn), attention, cache=cache, max_new_tokens=4)[
-            0
-        ].shape == (2, 34)
+        assert all(map(torch.equal, cache.layers[0].store.read(), before))
+        turn = dict(input_ids=torch.cat([said, second["input_ids"][:, :2]], 1))
+        more, _ = generate(model, turn, attention, cache=cache, max_new_tokens=4)
+        assert more.shape == (2, 34)
     cache.reset()
-    assert (
-        generate(model, first, attention, cache=cache, max_new_tokens=8)[0].tolist()
-        == said.tolist()
-    )
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_longer_other_prompt_is_taken_for_the_next_turn(ours):
-    """What the guide warns of, for every cache: `generate` cuts off as many tokens as are held,
-    and the model sees the rest alone. If this fails, transformers hands the cut tokens on, and
-    they can be compared."""
-    model, first, second = (
-        tiny(),
-        prompt(2, 20, padded=False),
-        prompt(2, 40, seed=1, padded=False),
-    )
-    new = lambda: TurboQuantCache(model, "k4v4") if ours else DynamicCache(config=model.config)
-    cache, same_turn = new(), new()
-    said, _ = generate(
-        model, first, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=8
-    )
-    generate(model, first, "turboquant" if ours else "sdpa", cache=same_turn, max_new_tokens=8)
-    turn = torch.cat(
-        [said[:, :27], second["input_ids"][:, 27:]], 1
-    )  # the cache holds 27 tokens of the first conversation
-    want, _ = generate(
-        model,
-        dict(input_ids=turn),
-        "turboquant" if ours else "sdpa",
-        cache=same_turn,
-        max_new_tokens=4,
-    )
-    got, _ = generate(
-        model, second, "turboquant" if ours else "sdpa", cache=cache, max_new_tokens=4
-    )
-    assert got[:, 40:].tolist() == want[:, 40:].tolist() and cache.get_seq_length() == 43
+    assert torch.equal(generate(model, first, attention, cache=cache)[0], said)
 
 
 def test_positions_of_ones_own_are_served():
     """Only what `generate` leaves of a prompt is refused: positions that a caller chose, or a
-    mask with holes, are not looked at."""
-    model, inputs = tiny(), prompt(1, 20, padded=False)
+    mask with holes, are the model's business, and the cache stores what comes."""
+    model, ids = tiny(), prompt(1, 20, padded=False)["input_ids"]
     for places, mask in (
         (torch.arange(5)[None], None),
-        (torch.arange(12, 17)[None], None),
-        (torch.arange(20)[None][:, -5:], torch.ones(1, 25, dtype=torch.long)),
+        (torch.arange(40, 45)[None], None),
+        (torch.arange(15, 20)[None], torch.ones(1, 25, dtype=torch.long)),
     ):
-        cache = TurboQuantCache(model, "k4v4")
-        with torch.no_grad():
-            model(**inputs, past_key_values=cache)
-            model(
-                inputs["input_ids"][:, :5],
-                position_ids=places,
-                attention_mask=mask,
-                past_key_values=cache,
-            )
-        assert cache.get_seq_length() == 25
-    TurboQuantCache(model)
+        said = []
+        for attention in two(model):
+            model.set_attn_implementation(attention)
+            cache = cache_for(model, exact_recipe())
+            how = dict(position_ids=places, attention_mask=mask)
+            with torch.no_grad():
+                model(ids, past_key_values=cache)
+                said.append(model(ids[:, :5], past_key_values=cache, **how).logits)
+            assert cache.get_seq_length() == 25
+        assert torch.allclose(*said, atol=1e-4)
     assert [hook.__name__ for hook in model._forward_pre_hooks.values()] == ["_begin"]
 
 
@@ -823,7 +691,7 @@ def test_a_cache_is_not_pickled():
         pickle.dumps(TurboQuantCache(tiny()))
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "turboquant"])
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_a_mask_of_one_dimension_is_refused(attention):
     "It comes with token ids of one dimension, which transformers takes for as many sequences."
     model, inputs = tiny(), prompt(1, 20, padded=False)
@@ -840,39 +708,24 @@ def test_a_mask_of_one_dimension_is_refused(attention):
 
 
 def test_recipe_per_layer():
-    model, inputs = (
-        tiny(
-            "qwen3_next",
-            num_hidden_layers=4,
-            layer_types=["linear_attention", "full_attention"] * 2,
-        ),
-        prompt(1, 20, padded=False),
-    )
+    layers = dict(layer_types=["linear_attention", "full_attention"] * 2)
+    model = tiny("qwen3_next", num_hidden_layers=4, **layers)
     recipes = ["k4v4", Recipe(Spec(3), Spec(2.5), residual="rescale")]
     cache = TurboQuantCache(model, recipes)  # two of the four layers hold keys and values
     settled = [as_recipe(r).settled(rope=True) for r in recipes]
     assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == settled
+    inputs = prompt(1, 20, padded=False)
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    assert cache.report()["recipe"] == [r.to_json() for r in settled]
-    assert (
-        cache.coded_layers[0].store.recipe == settled[0]
-        and cache.report()["per_layer"][0] != cache.report()["per_layer"][1]
-    )
-    for bad in (["k3v3"], ["k3v3"] * 4, [], ()):
-        with pytest.raises(
-            ValueError,
-            match=(
-                "one recipe for each of the 2 layers with keys and values, got a list of "
-                f"{len(bad)}"
-            ),
-        ):
-            TurboQuantCache(model, bad)
+    report = cache.report()
+    assert report["recipe"] == [r.to_json() for r in settled]
+    assert cache.coded_layers[0].store.recipe == settled[0]
+    assert report["per_layer"][0] != report["per_layer"][1]
+    with pytest.raises(ValueError, match="one recipe for each of the 2 layers .* a list of 4"):
+        TurboQuantCache(model, ["k3v3"] * 4)
     with pytest.raises(TypeError, match="recipe must be"):
         TurboQuantCache(model, ["k3v3", 3])
     with pytest.raises(ValueError, match="k9v9"):
         TurboQuantCache(model, ["k3v3", "k9v9"])
-    with pytest.raises(ValueError, match="max_length"):
-        TurboQuantCache(model, ["k3v3", Recipe(decay=5)], max_length=100)
     same_for_all = TurboQuantCache(model, ("k4v4", "k4v4"), bits=2.5)
     assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(rope=True)
 
@@ -917,26 +770,15 @@ def walk_bytes(cache):
     )
 
 
-def walk_snapshot(cache):
-    return [t.clone() for t in walk(cache)] + [
-        (x.store.length, x.store.offset) for x in cache.coded_layers if x.store is not None
-    ]
-
-
-def assert_same(a, b):
-    assert len(a) == len(b)
-    for x, y in zip(a, b):
-        same(x, y, allow_empty=True) if isinstance(x, torch.Tensor) else None
-        assert isinstance(x, torch.Tensor) or x == y
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name, attention",
+    [("llama", "sdpa"), ("gemma3_text", "turboquant"), ("deepseek_v3", "turboquant")],
+)
 def test_report_counts_every_tensor(name, attention, monkeypatch):
     # a table of angles of its own, however long another living cache's is
     monkeypatch.setattr(centre, "_SHARED_COS_SIN", weakref.WeakValueDictionary())
     model = tiny(name)
-    for batch, kwargs in ((1, {}), (2, dict(max_length=64)), (3, {})):
+    for batch, kwargs in ((2, dict(max_length=64)), (3, {})):
         model.set_attn_implementation(attention)
         inputs = prompt(batch, 30)
         cache = cache_for(model, "k3v3", **kwargs)
@@ -991,47 +833,13 @@ def test_forward_with_autograd_keeps_no_graph():
 # --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt2", "deepseek_v3"]
-)
-@pytest.mark.parametrize(
-    "attention, told", [("sdpa", True), ("turboquant", True), ("turboquant", False)]
-)
-def test_padding_is_ignored(name, attention, told):
-    "Each row of a left-padded batch is answered, and coded, as if it were alone."
-    model, inputs = tiny(name), prompt(3, 30)
-    attention = attention if attention in three(model) else "eager"
-    together, cache = generate(
-        model, inputs, attention, padding=told, output_logits=True, return_dict_in_generate=True
-    )
-    for row, n in enumerate((0, 7, 13)):
-        alone, one = generate(
-            model,
-            {k: x[row : row + 1, n:] for k, x in inputs.items()},
-            attention,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        for i, (a, b) in enumerate(zip(together.logits, alone.logits)):
-            assert torch.allclose(a[row], b[0], atol=2e-3 * float(b.abs().max())), (
-                row,
-                i,
-                float((a[row] - b[0]).abs().max()),
-            )
-        assert torch.equal(together.sequences[row, 30:], alone.sequences[0, 30 - n :])
-        for x, y in zip(cache.coded_layers, one.coded_layers):
-            if x.store.offset == 0:
-                got, want = x.store.read(n)[0][row], y.store.read()[0][0]
-                assert float((got - want).norm() / want.norm()) < 1e-2
-
-
 def doubled(name):
     """A model in float64: rounding is far below what moves a code, so padded and unpadded rows
     hold the same codes on every processor."""
     return copy.deepcopy(tiny(name)).double()
 
 
-def loop(model, inputs, cache, steps=6):
+def loop(model, inputs, cache, steps=5):
     "A plain forward loop, greedy: (logits of every step, tokens)."
     ids, mask, out, new = inputs["input_ids"], inputs["attention_mask"], [], []
     for _ in range(steps):
@@ -1047,35 +855,32 @@ def loop(model, inputs, cache, steps=6):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "opt", "falcon", "smollm3"]
+    "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "falcon"]
 )
 def test_padding_is_learnt_under_any_attention(name):
-    """Nobody calls set_padding: logits, tokens, sinks and means of each row of a left-padded
-    batch are those of the row alone. Today's cache took padding for sinks."""
-    inputs, double = prompt(3, 30), doubled(name)
+    """Nobody calls set_padding: logits, tokens, sinks, means and codes of each row of a
+    left-padded batch are those of the row alone. An earlier cache took padding for sinks."""
+    inputs, double = prompt(2, 30), doubled(name)
     for attention in three(double):
         exact = attention != "eager"  # whose softmax makes NaN of float64 rows that see nothing
         model = double if exact else tiny(name)
         model.set_attn_implementation(attention)
         cache = cache_for(model, "k3v3")
         logits, tokens = loop(model, inputs, cache)
-        with torch.no_grad():
-            by_generate, other = generate(
-                model, inputs, attention, "k3v3", padding=False, max_new_tokens=6
-            )
+        by_generate, other = generate(
+            model, inputs, attention, "k3v3", padding=False, max_new_tokens=5
+        )
         assert torch.equal(by_generate[:, 30:], tokens) or not exact
-        assert {x.starts for c in (cache, other) for x in c.coded_layers} == {(0, 7, 13)}
-        for row, n in enumerate((0, 7, 13)):
+        assert {x.starts for c in (cache, other) for x in c.coded_layers} == {(0, 7)}
+        for row, n in enumerate((0, 7)):
             one = cache_for(model, "k3v3")
             alone, same_tokens = loop(
                 model, {k: x[row : row + 1, n:] for k, x in inputs.items()}, one
             )
-            steps = (
-                6 if exact else 1
-            )  # in float32 rounding may move a code, and later logits with it; prefill is exact
-            assert float((logits[row] - alone[0])[:steps].abs().max()) < 1e-4 * float(
-                alone.abs().max()
-            ), (attention, row)
+            # in float32 rounding may move a code, and later logits with it; prefill is exact
+            steps = 5 if exact else 1
+            gap = (logits[row] - alone[0])[:steps].abs().max()
+            assert float(gap) < 1e-4 * float(alone.abs().max()), (attention, row)
             assert torch.equal(tokens[row], same_tokens[0]) or not exact
             for x, y in zip(cache.coded_layers, one.coded_layers):
                 for a, b in zip(x.store.parts, y.store.parts):
@@ -1085,22 +890,8 @@ def test_padding_is_learnt_under_any_attention(name):
                     assert a.mean is None or torch.allclose(
                         a.mean[row].float(), b.mean[0].float(), atol=1e-2
                     )
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
-def test_padding_of_a_prompt_in_chunks(attention):
-    """The first chunk is padding alone in one row: where that row begins is learnt from the
-    next chunk, under any attention."""
-    model, inputs = tiny("llama"), prompt(3, 30)
-    model.set_attn_implementation(attention)
-    cache, mask = cache_for(model, "k4v4"), inputs["attention_mask"]
-    with torch.no_grad():
-        for a, z in ((0, 10), (10, 30)):
-            model(
-                inputs["input_ids"][:, a:z], attention_mask=mask[:, :z], past_key_values=cache
-            )
-    assert {x.starts for x in cache.coded_layers} == {(0, 7, 13)}
-    assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers)
+                got, want = x.store.read(n)[0][row], y.store.read()[0][0]
+                assert float((got - want).norm() / want.norm()) < 1e-2
 
 
 def test_listening_leaves_masks_alone():
@@ -1123,25 +914,17 @@ def test_listening_leaves_masks_alone():
 
 def test_set_padding_refuses():
     model = tiny()
-    cache = TurboQuantCache(model)
-    for bad in (
-        torch.tensor([[1, 1, 0]]),
-        torch.tensor([[0, 1, 0, 1]]),
-        torch.ones(3),
-        torch.ones(1, 1, 2, 2),
-        [[1, 1]],
-        None,
-    ):
+    cache, other = TurboQuantCache(model), TurboQuantCache(model)
+    for bad in (torch.tensor([[1, 1, 0]]), torch.ones(3), [[1, 1]]):
         with pytest.raises((ValueError, TypeError), match="attention_mask"):
             cache.set_padding(bad)
+    other.set_padding(torch.ones(2, 5))
     with torch.no_grad():
         model(**prompt(2, 5, padded=False), past_key_values=cache)
-    with pytest.raises(ValueError, match="before the first token"):
-        cache.set_padding(torch.ones(2, 5))
-    other = TurboQuantCache(model)
-    other.set_padding(torch.ones(2, 5))
-    with torch.no_grad(), pytest.raises(ValueError, match="2 sequences.* 3"):
-        model(prompt(3, 5)["input_ids"], past_key_values=other)
+        with pytest.raises(ValueError, match="before the first token"):
+            cache.set_padding(torch.ones(2, 5))
+        with pytest.raises(ValueError, match="2 sequences.* 3"):
+            model(prompt(3, 5)["input_ids"], past_key_values=other)
     assert other.get_seq_length() == 0 and not other.layers[0].is_initialized
 
 
@@ -1150,32 +933,18 @@ def test_right_padding():
     model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
     mask = torch.ones_like(ids)
     mask[1, 14:] = 0
-    step, position = prompt(2, 1, seed=5, padded=False)["input_ids"], torch.tensor([[20], [14]])
+    noise = ids.clone()
+    noise[1, 14:] = 5
     longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    step = dict(attention_mask=longer, position_ids=torch.tensor([[20], [14]]))
     out = []
     for attention in three(model):
         model.set_attn_implementation(attention)
-        cache = cache_for(model, Recipe(recent=0))
-        with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
-            out.append(
-                model(
-                    step, attention_mask=longer, position_ids=position, past_key_values=cache
-                ).logits
-            )
-            noise = ids.clone()
-            noise[1, 14:] = 5
-            other = cache_for(model, Recipe(Spec(), Spec(), recent=0))
-            plain = cache_for(model, Recipe(Spec(), Spec(), recent=0))
-            for c, x in ((other, noise), (plain, ids)):
-                model(x, attention_mask=mask, past_key_values=c)
-            a, b = (
-                model(
-                    step, attention_mask=longer, position_ids=position, past_key_values=c
-                ).logits
-                for c in (other, plain)
-            )
-        assert torch.allclose(a, b, atol=1e-5)
+        for x in (ids, noise):
+            cache = cache_for(model, Recipe(Spec(), Spec(), recent=0))
+            with torch.no_grad():
+                model(x, attention_mask=mask, past_key_values=cache)
+                out.append(model(ids[:, :1], past_key_values=cache, **step).logits)
     for x in out[1:]:
         assert torch.allclose(x, out[0], atol=1e-4)
 
@@ -1188,29 +957,27 @@ def test_four_dimensional_masks():
     "A tree of drafts: a 4-D mask, bool or 0/-inf, at prefill and later, one for all heads."
     model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
     g = torch.Generator().manual_seed(2)
-    pre = torch.ones(20, 20, dtype=torch.bool).tril() & (
-        (torch.rand(20, 20, generator=g) < 0.7) | torch.eye(20, dtype=torch.bool)
-    )
-    post = torch.cat(
-        [torch.rand(4, 20, generator=g) < 0.7, torch.ones(4, 4, dtype=torch.bool).tril()], 1
-    )
-    low = torch.finfo(torch.float32).min
-    results = []
-    for attention in three(model):
+    causal = lambda n: torch.ones(n, n, dtype=torch.bool).tril()
+    pre = causal(20) & ((torch.rand(20, 20, generator=g) < 0.7) | torch.eye(20).bool())
+    post = torch.cat([torch.rand(4, 20, generator=g) < 0.7, causal(4)], 1)
+    low, results = torch.finfo(torch.float32).min, []
+    forms = {
+        "bool": lambda m: m.expand(2, 1, *m.shape),
+        "additive": lambda m: torch.zeros(2, 1, *m.shape).masked_fill(~m, low),
+    }
+    for attention, kind in (
+        ("eager", "additive"),
+        ("sdpa", "bool"),
+        *[("turboquant", x) for x in forms],
+    ):
         model.set_attn_implementation(attention)
-        for additive in (False, True):
-            if attention == "eager" and not additive:
-                continue
-            form = lambda m: (
-                torch.zeros(2, 1, *m.shape).masked_fill(~m, low)
-                if additive
-                else m.expand(2, 1, *m.shape)
-            )
-            cache = cache_for(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=2, recent=4))
-            with torch.no_grad():
-                a = model(ids, attention_mask=form(pre), past_key_values=cache).logits
-                b = model(ids[:, :4], attention_mask=form(post), past_key_values=cache).logits
-            results.append(torch.cat([a, b], 1))
+        form, cache = forms[kind], cache_for(model, Recipe(Spec(4), Spec(4), sinks=2, recent=4))
+        with torch.no_grad():
+            a = model(ids, attention_mask=form(pre), past_key_values=cache).logits
+            b = model(ids[:, :4], attention_mask=form(post), past_key_values=cache).logits
+        results.append(torch.cat([a, b], 1))
+        if attention == "turboquant":
+            assert cache.report()["reasons"]["prefill: a mask was given"] == 2
     for x in results[1:]:
         assert torch.allclose(x, results[0], atol=2e-4), float((x - results[0]).abs().max())
 
@@ -1219,39 +986,22 @@ def test_mask_that_hides_the_first_tokens_at_prefill_only():
     "What a mask hides in one call it may show in the next: nothing may be lost."
     model, ids = tiny(), prompt(1, 12, padded=False)["input_ids"]
     pre = torch.ones(12, 12, dtype=torch.bool).tril()
-    pre[:, :3] = torch.eye(12, dtype=torch.bool)[:, :3] & False
-    pre[range(12), range(12)] = True
-    pre[:3] = False
+    pre[:, :3] = False
     pre[:3, 11] = True  # rows 0-2 look elsewhere, so columns 0-2 are seen by no one
-    post, results = torch.ones(1, 13, dtype=torch.bool), []
+    results = []
     for attention in ("sdpa", "turboquant"):
         model.set_attn_implementation(attention)
         cache = cache_for(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0))
         with torch.no_grad():
             model(ids, attention_mask=pre[None, None], past_key_values=cache)
-            results.append(
-                model(ids[:, :1], attention_mask=post[None, None], past_key_values=cache).logits
-            )
+            seen = torch.ones(1, 1, 1, 13, dtype=torch.bool)
+            step = model(ids[:, :1], attention_mask=seen, past_key_values=cache)
+            results.append(step.logits)
     assert torch.allclose(*results, atol=2e-4), float((results[0] - results[1]).abs().max())
 
 
 # --- refusals
 # -------------------------------------------------------------------------------------
-
-
-def test_turboquant_attention_needs_the_cache():
-    model = tiny()
-    model.set_attn_implementation("turboquant")
-    inputs = prompt(1, 6, padded=False)
-    for kwargs in (
-        dict(use_cache=False),
-        {},
-        dict(past_key_values=DynamicCache(config=model.config)),
-    ):
-        with torch.no_grad(), pytest.raises(TypeError, match="needs a TurboQuantCache"):
-            model(**inputs, **kwargs)
-    with pytest.raises(TypeError, match="needs a TurboQuantCache"):
-        model.generate(**inputs, max_new_tokens=2)
 
 
 def test_constructor_arguments():
@@ -1268,39 +1018,12 @@ def test_constructor_arguments():
     assert (
         a.recipe.key.bits == a.recipe.value.bits == 2 and isinstance(b, Cache) and len(b) == 2
     )
-    inputs = prompt(2, 12)
-    for attention in ("sdpa", "turboquant"):  # model and config are the same thing
-        assert torch.equal(
-            generate(model, inputs, attention, cache=TurboQuantCache(model.config, "k3v3"))[0],
-            generate(model, inputs, attention, cache=TurboQuantCache(model, "k3v3"))[0],
-        )
 
 
-UNSERVED = {
-    "mamba": (
-        lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCAB),
-        "mamba",
-    ),
-    "bart": (
-        lambda: transformers.BartConfig(
-            d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=VOCAB
-        ),
-        "encoder",
-    ),
-    "t5": (
-        lambda: transformers.T5Config(
-            d_model=32, num_layers=1, num_heads=4, d_kv=8, vocab_size=VOCAB
-        ),
-        "encoder",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", UNSERVED)
-def test_unserved_models_say_so(name):
-    config, text = UNSERVED[name]
-    with pytest.raises((NotImplementedError, ValueError), match=text):
-        TurboQuantCache(config())
+@pytest.mark.parametrize("name, why", [("Mamba", "mamba"), ("T5", "encoder")])
+def test_unserved_models_say_so(name, why):
+    with pytest.raises(ValueError, match=why):
+        TurboQuantCache(getattr(transformers, f"{name}Config")())
 
 
 def test_output_attentions():
@@ -1310,23 +1033,6 @@ def test_output_attentions():
     with torch.no_grad():
         out = model(**inputs, past_key_values=TurboQuantCache(model), output_attentions=True)
     assert not out.attentions
-
-
-def test_handles_are_not_tensors():
-    model = tiny()
-    model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(model, "k3v3")
-    handle, _ = cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), 0)
-    assert (
-        handle.shape == (1, 2, 5, 8)
-        and handle.dtype == torch.float32
-        and handle.device.type == "cpu"
-    )
-    for use in (lambda: handle.transpose(1, 2), lambda: handle.repeat_interleave(2, 1)):
-        with pytest.raises((AttributeError, TypeError), match="codes, not a tensor"):
-            use()
-    with pytest.raises(TypeError):
-        torch.matmul(torch.randn(1, 2, 5, 8), handle)
 
 
 def test_reset_and_another_batch_size():
@@ -1345,38 +1051,22 @@ def test_reset_and_another_batch_size():
             assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
         with torch.no_grad():
             model(**prompt(2, 8, padded=False), past_key_values=cache)
-            before = walk_snapshot(cache)
+            before = [x.clone() for x in walk(cache)]
             with pytest.raises(ValueError, match="keys of layer 0"):
                 model(prompt(3, 2)["input_ids"], past_key_values=cache)
-        assert_same(walk_snapshot(cache), before)
+        assert all(map(torch.equal, walk(cache), before)) and cache.get_seq_length() == 8
 
 
-def test_two_models_and_one_cache():
-    """A cache that was made for one model serves another with an equal config, whatever
-    attention each of the two is set to."""
-    a, b, inputs = tiny(seed=0), tiny(seed=1), prompt(2, 24)
-    own = [generate(x, inputs, "eager", exact_recipe())[0] for x in (a, b)]
-    for first, second in (("turboquant", "sdpa"), ("sdpa", "turboquant"), ("eager", "sdpa")):
-        a.set_attn_implementation(first)
-        b.set_attn_implementation(second)
-        for model, want in ((a, own[0]), (b, own[1])):
-            cache = TurboQuantCache(a, exact_recipe())
-            got = model.generate(
-                **inputs, past_key_values=cache, max_new_tokens=8, do_sample=False
-            )
-            assert torch.equal(got, want) and "dense" not in cache.report()["served"]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
 @pytest.mark.parametrize(
-    "change, word",
+    "attention, change, word",
     [
-        (dict(num_key_value_heads=4), "KV heads 2, not 4"),
-        (dict(num_attention_heads=2), "query heads 4, not 2"),
-        (dict(head_dim=16), "head size 8, not 16"),
-        (dict(num_hidden_layers=1), "layers 2, not 1"),
-        (dict(num_hidden_layers=3), "layers 2, not 3"),
+        ("eager", dict(num_key_value_heads=4), "KV heads 2, not 4"),
+        ("sdpa", dict(num_attention_heads=2), "query heads 4, not 2"),
+        ("turboquant", dict(head_dim=16), "head size 8, not 16"),
+        ("turboquant", dict(num_hidden_layers=1), "layers 2, not 1"),
+        ("sdpa", dict(num_hidden_layers=3), "layers 2, not 3"),
         (
+            "turboquant",
             dict(rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
             "RoPE .*10000.* not .*500.0",
         ),
@@ -1400,8 +1090,7 @@ def test_another_models_cache_is_refused(attention, change, word):
         assert cache.get_seq_length() == held and cache.layers[0].is_initialized == bool(held)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "turboquant"])
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+@pytest.mark.parametrize("attention, shape", [("sdpa", (0, 5)), ("turboquant", (2, 0))])
 def test_a_pass_of_nothing_is_refused(attention, shape):
     """No sequence or no token, at first and later: said in words, where the model would say
     that it cannot reshape."""
@@ -1423,55 +1112,35 @@ def test_a_pass_of_nothing_is_refused(attention, shape):
                 model(prompt(2, 9, padded=False)["input_ids"], past_key_values=cache)
 
 
-def test_explicit_positions():
-    "position_ids given by the caller are the model's business; the cache stores what comes."
-    model, ids, out = tiny(), prompt(1, 10, padded=False)["input_ids"], []
-    for attention in three(model):
-        model.set_attn_implementation(attention)
-        cache = cache_for(model, "k4v4")
-        with torch.no_grad():
-            model(ids, position_ids=torch.arange(5, 15)[None], past_key_values=cache)
-            out.append(
-                model(
-                    ids[:, :3], position_ids=torch.tensor([[40, 41, 42]]), past_key_values=cache
-                ).logits
-            )
-    for x in out[1:]:
-        assert torch.allclose(x, out[0], atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
-def test_half_precision(name, dtype):
+@pytest.mark.parametrize(
+    "name, dtype, limit",
+    [
+        ("llama", torch.float16, 0.01),
+        ("gemma2", torch.bfloat16, 0.08),
+        ("gpt_oss", torch.float16, 0.01),
+    ],
+)
+def test_half_precision(name, dtype, limit):
     "Logits of the two modes agree to the dtype's rounding, and stay in the dtype."
     model = copy.deepcopy(tiny(name)).to(dtype)
-    inputs, out = prompt(2, 24), {}
+    inputs, out = prompt(2, 24), []
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
     for attention in ("eager", "turboquant"):
         model.set_attn_implementation(attention)
-        cache = cache_for(model, "k4v4")
-        cache.set_padding(inputs["attention_mask"])
-        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+        cache, step = cache_for(model, "k4v4"), inputs["input_ids"][:, :1]
         with torch.no_grad():
             model(**inputs, past_key_values=cache)
-            out[attention] = model(
-                inputs["input_ids"][:, :1], attention_mask=mask, past_key_values=cache
-            ).logits
-        assert (
-            cache.layers[0].store.dtype == dtype
-            and cache.layers[0].store.read()[0].dtype == dtype
-        )
-    a, b = out.values()
-    assert a.dtype == b.dtype == dtype
-    assert float((a.float() - b.float()).abs().max() / a.float().abs().max()) < (
-        0.01 if dtype == torch.float16 else 0.08
-    )
+            out.append(model(step, attention_mask=mask, past_key_values=cache).logits)
+        store = cache.layers[0].store
+        assert store.dtype == store.read()[0].dtype == out[-1].dtype == dtype
+    a, b = (x.float() for x in out)
+    assert float((a - b).abs().max() / a.abs().max()) < limit
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_sliding_layers_free_tiles(attention):
-    """A long run: the bytes of a sliding layer stop growing, and the tokens are those of both
-    modes."""
-    model = tiny("mistral", max_position_embeddings=4096)
+    "A long run: the bytes of a sliding layer stop growing."
+    model = tiny("mistral", num_hidden_layers=1, max_position_embeddings=4096)
     model.set_attn_implementation(attention)
     cache, sizes = cache_for(model, "k3v3"), []
     with torch.no_grad():
@@ -1496,10 +1165,10 @@ def test_sliding_layers_free_tiles(attention):
 
 
 def test_operations_of_a_step_in_each_layer():
-    """Of 12 layers, on a processor: as many in each, and few more than a cache that is not
+    """On a processor: as many in each, and few more than a cache that is not
     compressed takes; what a pass asks once does not grow with layers."""
     ids, counts = prompt(1, 300, padded=False)["input_ids"], {}
-    for layers in (6, 12):
+    for layers in (2, 4):
         model = tiny("llama", num_hidden_layers=layers)
         for name, make in (
             ("sdpa", lambda m: DynamicCache(config=m.config)),
@@ -1517,8 +1186,8 @@ def test_operations_of_a_step_in_each_layer():
         (served,) = report["backends"]
         assert served in ("cpu", "torch") and report["backends"][served] == 3 * layers
         assert report["coded"] == {"torch": layers, "kernel": 3 * layers} or served == "torch"
-    each = {name: (counts[name, 12] - counts[name, 6]) / 6 for name in ("sdpa", "turboquant")}
-    once = counts["turboquant", 12] - 12 * each["turboquant"]
+    each = {name: (counts[name, 4] - counts[name, 2]) / 2 for name in ("sdpa", "turboquant")}
+    once = counts["turboquant", 4] - 4 * each["turboquant"]
     assert each["turboquant"] - each["sdpa"] <= 170, each
     assert once <= each["turboquant"], (once, counts)  # less than one layer more
 

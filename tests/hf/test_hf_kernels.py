@@ -13,8 +13,6 @@ from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from tests.helpers import (
-    FAMILIES,
-    HYBRID,
     MODES,
     Calls,
     cache_for,
@@ -33,7 +31,6 @@ from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
-OWN = ("deepseek_v3", "falcon")  # caches latents; computes its scores itself, of decoded states
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
@@ -52,223 +49,94 @@ def no_masks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, padded", covering_pairs([n for n in FAMILIES if n not in OWN], [False, True])
-)
-def test_no_mask_is_made(name, padded, no_masks):
-    """Causal order, left padding and sliding windows are ranges; the tokens are those of
-    transformers' own cache when every token is in the exact window."""
-    model, inputs = tiny(name), prompt(padded=padded)
-    model.set_attn_implementation("eager")
-    own = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    out, cache = generate(
-        model, inputs, "turboquant", exact_recipe(), padding=False, max_new_tokens=6
-    )
-    assert torch.equal(out, own)
-    assert {x.starts for x in cache.coded_layers} == {(0, 7, 13) if padded else (0, 0, 0)}
-    assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
-
-
-@pytest.mark.parametrize(
     "mode, name", covering_pairs([*MODES], ["llama", "gemma3_text", "gpt_oss"])
 )
 def test_no_mask_in_any_way_of_generating(mode, name, no_masks):
-    model = tiny(name)
-    generate(model, prompt(2, 30), "turboquant", "k3v3", padding=False, **MODES[mode])
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
-    generate(
-        model,
-        dict(input_ids=ids),
-        "turboquant",
-        "k3v3",
-        padding=False,
-        prompt_lookup_num_tokens=3,
-    )
+    "Causal order, left padding and sliding windows are ranges; drafts, too."
+    model, inputs = tiny(name), prompt(2, 30)
+    how = dict(max_new_tokens=4, padding=False)
+    _, cache = generate(model, inputs, "turboquant", "k3v3", **how, **MODES[mode])
+    assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
+    if mode == "beams":
+        text = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
+        generate(model, text, "turboquant", "k3v3", **how, prompt_lookup_num_tokens=3)
 
 
-def test_a_second_turn_needs_no_mask(no_masks):
-    model, inputs = tiny("gemma3_text"), prompt(2, 30)
-    out, cache = generate(model, inputs, "turboquant", padding=False)
-    turn = torch.cat([out, prompt(2, 25, seed=9, padded=False)["input_ids"]], 1)
-    mask = torch.cat(
-        [inputs["attention_mask"], torch.ones(2, turn.shape[1] - 30, dtype=torch.long)], 1
-    )
-    generate(model, dict(input_ids=turn, attention_mask=mask), "turboquant", cache=cache)
-    assert (
-        cache.report()["served"]["chunk"] == 2
-    )  # 25 new tokens and the last one of the first turn
-
-
-def holes(inputs):
-    mask = inputs["attention_mask"].clone()
+def test_a_mask_with_holes_goes_to_pytorch_and_says_so():
+    model, inputs, out = tiny(), prompt(2, 30, padded=False), []
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     mask[0, 20] = 0
-    return mask
-
-
-UNUSUAL = {
-    "holes": (lambda i: dict(attention_mask=holes(i)), "an attention mask with holes"),
-    "4D": (
-        lambda i: dict(attention_mask=torch.ones(2, 1, 30, 30, dtype=torch.bool).tril()),
-        "a mask was given",
-    ),
-    "additive": (
-        lambda i: dict(
-            attention_mask=torch.full((2, 1, 30, 30), torch.finfo(torch.float32).min).triu(1)
-        ),
-        "a mask was given",
-    ),
-}
+    passes = (ids, mask), (ids[:, :1], torch.nn.functional.pad(mask, (0, 1), value=1))
+    for attention in ("sdpa", "turboquant"):
+        model.set_attn_implementation(attention)
+        cache = DynamicCache(config=model.config)
+        if attention == "turboquant":
+            cache = cache_for(model, exact_recipe())
+        with torch.no_grad():
+            for new, seen in passes:
+                out.append(model(new, past_key_values=cache, attention_mask=seen).logits)
+    r = cache.report()
+    assert r["served"] == {"prefill": 2, "codes": 2}
+    assert r["reasons"] == {
+        "prefill: an attention mask with holes": 2,
+        "an attention mask unlike the prompt's": 2,
+    }
+    for a, b in zip(out[:2], out[2:]):
+        assert torch.allclose(a, b, atol=1e-4)
 
 
 def known(cache):
     "All that the layers know, and every number that their stores hold."
-    layers = [
-        {k: str(v) for k, v in vars(x).items() if k not in ("store", "config")}
-        for x in cache.layers
-    ]
-    return layers, [
-        None
-        if x.store is None
-        else (x.store.length, [t.clone() for t in state_of(x.store)[0].values()])
-        for x in cache.layers
-    ]
+    for x in cache.layers:
+        yield {k: str(v) for k, v in vars(x).items() if k not in ("store", "config")}
+        if x.store is not None:
+            yield x.store.length, {k: t.tolist() for k, t in state_of(x.store)[0].items()}
 
 
-def unchanged(cache, before):
-    layers, stores = known(cache)
-    return layers == before[0] and all(
-        a is b
-        if a is None or b is None
-        else a[0] == b[0] and all(torch.equal(x, y) for x, y in zip(a[1], b[1]))
-        for a, b in zip(stores, before[1])
-    )
-
-
-@pytest.mark.parametrize("filled", ["empty", "prompt", "row of padding", "static"])
+@pytest.mark.parametrize("filled", ["empty", "row of padding", "static"])
 def test_asking_about_masks_changes_nothing(filled):
     """Twice, and about other masks: the answer is the same and no layer changes. Only
     `turboquant_mask`, which acts on it, stores padding."""
     model, inputs = tiny(), prompt(2, 30)
     model.set_attn_implementation("turboquant")
-    cache = TurboQuantCache(
-        model, "k4v4", **dict(max_length=64, static=True) if filled == "static" else {}
-    )
-    mask, n = inputs["attention_mask"].clone(), 30
-    assert not mask[0, 0] or not mask[1, 0], "one row is padded"
+    how = dict(max_length=64, static=True) if filled == "static" else {}
+    cache, mask, n = TurboQuantCache(model, "k4v4", **how), inputs["attention_mask"], 30
     if filled != "empty":
         if filled == "row of padding":
             mask[0] = 0
         with torch.no_grad():
-            model(**inputs | {"attention_mask": mask}, past_key_values=cache)
+            model(**inputs, past_key_values=cache)
         mask, n = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], 1), 4
-    later = mask.clone()
-    later[0, -2] = 0  # holes
-    late = mask.clone()
+    holes, late = mask.clone(), mask.clone()
+    holes[0, -2] = 0
     late[0, :-1] = 0  # longer padding than was known
-    asked = (
-        mask,
-        mask.flip(0),
-        later,
-        late,
-        torch.ones_like(mask),
-        mask[:, 1:],
-        mask[:, None, None],
-        None,
-    )
-    functions = (causal_mask_function, sliding_window_causal_mask_function(8), lambda *a: True)
-    before, answers = known(cache), []
-    for _ in range(2):
-        answers.append(
-            [
-                hf_attention._mask_reason(cache, x, n, f, m)
-                for x in cache.layers
-                for f in functions
-                for m in asked
-            ]
-        )
-        assert unchanged(cache, before)
+    ones = torch.ones_like(mask)
+    asked = mask, mask.flip(0), holes, late, ones, mask[:, 1:], mask[:, None, None], None
+    functions = causal_mask_function, sliding_window_causal_mask_function(8), lambda *a: True
+    before, ask = [*known(cache)], hf_attention._mask_reason
+    answers = [
+        [ask(cache, x, n, f, m) for x in cache.layers for f in functions for m in asked]
+        for _ in range(2)
+    ]
+    assert [*known(cache)] == before
     assert answers[0] == answers[1] and len(set(answers[0])) > 3
     length = cache.get_mask_sizes(n)[0]
     length = type(length).of(mask.shape[1], cache, cache.layers[0])
     tell = late if filled == "row of padding" else mask.flip(0)
     hf_attention.turboquant_mask(2, n, length, attention_mask=tell)
-    assert not unchanged(cache, before)  # the mutant of the question: the deed
-
-
-@pytest.mark.parametrize("which", UNUSUAL)
-def test_an_unusual_mask_goes_to_pytorch_and_says_so(which):
-    model, inputs = tiny(), prompt(2, 30, padded=False)
-    extra, why = UNUSUAL[which][0](inputs), UNUSUAL[which][1]
-    out = {}
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache = (
-            DynamicCache(config=model.config)
-            if attention == "sdpa"
-            else cache_for(model, exact_recipe())
-        )
-        with torch.no_grad():
-            logits = model(inputs["input_ids"], past_key_values=cache, **extra).logits
-            step = (
-                torch.cat([extra["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
-                if which == "holes"
-                else None
-            )
-            out[attention] = (
-                logits,
-                model(
-                    inputs["input_ids"][:, :1], past_key_values=cache, attention_mask=step
-                ).logits,
-            )
-    r = cache.report()
-    assert r["reasons"].pop(f"prefill: {why}") == 2 and r["served"] == {
-        "prefill": 2,
-        "codes": 2,
-    }
-    if which == "holes":
-        assert r["reasons"] == {"an attention mask unlike the prompt's": 2}
-    for a, b in zip(*out.values()):
-        assert torch.allclose(a, b, atol=1e-4)
-
-
-def test_a_mask_that_changes_its_mind():
-    "Padding of the prompt that a later mask calls real: the mask is obeyed."
-    model, inputs = tiny(), prompt(2, 30)
-    out = []
-    for attention in ("eager", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache = cache_for(model, "k4v4")
-        cache.set_padding(inputs["attention_mask"])
-        with torch.no_grad():
-            model(**inputs, past_key_values=cache)
-            out.append(
-                model(
-                    inputs["input_ids"][:, :1],
-                    past_key_values=cache,
-                    attention_mask=torch.ones(2, 31, dtype=torch.long),
-                ).logits
-            )
-    assert cache.report()["reasons"] == {
-        **cache.report()["reasons"],
-        "an attention mask unlike the prompt's": 2,
-    }
-    assert torch.allclose(out[0][0], out[1][0], atol=1e-4)  # the row without padding
+    assert [*known(cache)] != before  # the mutant of the question: the deed
 
 
 # --- kernels
 # ---------------------------------------------------------------------------------------
 
+SIZES = "layer_types", "num_hidden_layers"
 SMALL = dict(head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
 WAYS = {
-    "llama": ("llama", dict(max_new_tokens=2)),
     "window of 12": ("mistral", dict(max_new_tokens=2)),
     "drafts": ("llama", dict(max_new_tokens=4, prompt_lookup_num_tokens=3)),
     "beams": ("llama", dict(max_new_tokens=2, num_beams=2)),
     "softcap": ("gemma2", dict(max_new_tokens=2, layer_types=["full_attention"])),
-    "sampling": (
-        "llama",
-        dict(max_new_tokens=2, do_sample=True, top_k=3, num_return_sequences=2),
-    ),
-    "assisted": ("llama", dict(max_new_tokens=4, assisted=True)),
     "hybrid": (
         "qwen3_next",
         dict(
@@ -278,7 +146,7 @@ WAYS = {
         ),
     ),
     "chunks": ("llama", dict(max_new_tokens=2, prefill_chunk_size=5)),
-    "second turn": ("llama", dict(max_new_tokens=2, turn=True)),
+    "second turn": ("llama", dict(max_new_tokens=2)),
 }
 
 
@@ -293,52 +161,36 @@ def test_kernels_serve_generate(way):
     tokens of PyTorch's attention on codes. Without a GPU this is the portable kernel in
     Triton's interpreter, which only `backend="triton"` reaches."""
     name, kwargs = WAYS[way]
-    kwargs, alone = dict(kwargs), way in ("drafts", "assisted")
-    sizes = SMALL | {
-        k: kwargs.pop(k) for k in ("layer_types", "num_hidden_layers") if k in kwargs
-    }
-    turn, assisted = kwargs.pop("turn", False), kwargs.pop("assisted", False)
+    sizes = SMALL | {k: x for k, x in kwargs.items() if k in SIZES}
+    kwargs = {k: x for k, x in kwargs.items() if k not in SIZES}
+    batch = 1 if way == "drafts" else 2
+    inputs = prompt(batch, 10, padded=batch > 1)
     model = tiny(name, **sizes).to("cuda" if CUDA else "cpu")
-    if assisted:  # nearly the same model, with a cache of its own
-        kwargs["assistant_model"] = copy.deepcopy(model)
     try:
-        inputs = {
-            k: x.to(model.device)
-            for k, x in prompt(1 if alone else 2, 14, padded=not alone).items()
-        }
+        inputs = {k: x.to(model.device) for k, x in inputs.items()}
         outs, served = [], []
         for backend in ("torch", "triton"):
             cache = TurboQuantCache(model, "k4v4", backend=backend)
             out = generate(model, inputs, "turboquant", cache=cache, **kwargs)[0]
-            if turn:
-                mask = torch.cat([inputs["attention_mask"], torch.ones_like(out[:, 14:])], 1)
-                out = generate(
-                    model,
-                    dict(input_ids=out, attention_mask=mask),
-                    "turboquant",
-                    cache=cache,
-                    **kwargs,
-                )[0]
+            if way == "second turn":
+                mask = torch.cat([inputs["attention_mask"], torch.ones_like(out[:, 10:])], 1)
+                said = dict(input_ids=out, attention_mask=mask)
+                out = generate(model, said, "turboquant", cache=cache, **kwargs)[0]
             outs.append(out)
             served.append(cache.report())
         assert torch.equal(*outs)
         a, b = served
-        assert set(a["served"]) == {"prefill", "codes"} and set(b["served"]) == {
-            "prefill",
-            "kernel",
-        }
-        assert a["coded"] == {"torch": sum(a["served"].values())} and b["coded"] == {
-            "kernel": sum(b["served"].values())
-        }
-        if not CUDA:
+        assert set(a["served"]) == {"prefill", "codes"}
+        assert set(b["served"]) == {"prefill", "kernel"}
+        assert a["coded"] == {"torch": sum(a["served"].values())}
+        assert b["coded"] == {"kernel": sum(b["served"].values())}
+        if CUDA:
+            assert b["reasons"] == {}
+        else:
             assert set(a["reasons"]) == {"backend='torch' was asked for"}
             (why,) = b["reasons"]  # the interpreter has no tensor cores
-            assert (
-                why.startswith("by the portable kernel: ")
-                and b["reasons"][why] == b["served"]["kernel"]
-            )
-        else:
-            assert b["reasons"] == {}
+            assert why.startswith("by the portable kernel: ")
+            assert b["reasons"][why] == b["served"]["kernel"]
     finally:
         model.to("cpu")
 
@@ -385,7 +237,7 @@ def test_demanding_kernels_without_a_gpu_or_interpreter(monkeypatch):
         generate(model, prompt(1, 5), "turboquant", cache=kernel_cache(model))
 
 
-@pytest.mark.parametrize("backend", ["flash", "cuda", None, 3])
+@pytest.mark.parametrize("backend", ["flash", None])
 def test_unknown_backends(backend):
     with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'torch'"):
         TurboQuantCache(tiny(), backend=backend)
@@ -395,14 +247,12 @@ def test_unknown_backends(backend):
 # -----------------------------------------------------------------------------------
 
 
-def chunks_alike(model, inputs, given):
-    """Prompts in two chunks: the logits of dense decoding are those on codes. The cache on
-    codes; under the attentions `given`, padding is set by hand."""
+def chunks_alike(model, inputs):
+    """Prompts in two chunks: the logits of dense decoding are those on codes, and padding is
+    learnt. The cache on codes."""
     outs = []
     for attention in ("eager", "turboquant"):
         cache = cache_for(model, "k4v4")
-        if attention in given:
-            cache.set_padding(inputs["attention_mask"])
         model.set_attn_implementation(attention)
         outs.append(
             model.generate(
@@ -420,15 +270,18 @@ def chunks_alike(model, inputs, given):
     return cache
 
 
-@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in HYBRID + OWN])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "name, padded",
+    covering_pairs(
+        ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "smollm3", "cohere2"],
+        [True, False],
+    ),
+)
 def test_chunked_prefill(name, padded, no_masks):
     """transformers' prefill_chunk_size: the logits of dense decoding of the same codes, and
     flat memory: no block of the past is larger than ops.BLOCK."""
     model = tiny(name, max_position_embeddings=512)
-    cache = chunks_alike(
-        model, prompt(2, 90, padded=padded), ("eager", "turboquant") if padded else ()
-    )
+    cache = chunks_alike(model, prompt(2, 90, padded=padded))
     served = cache.report()["served"]
     layers = len(cache.coded_layers)
     slow = model.config.model_type == "gemma2"  # softcap
@@ -442,7 +295,7 @@ def test_a_chunk_that_is_all_padding(no_masks):
     "The first chunk of a row is padding alone: where its tokens start is learnt from the next."
     model, inputs = tiny("gemma3_text", max_position_embeddings=512), prompt(3, 90)
     inputs["attention_mask"][2, :50] = 0
-    cache = chunks_alike(model, inputs, given=("eager",))
+    cache = chunks_alike(model, inputs)
     assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
 
 
@@ -490,8 +343,7 @@ def test_a_step_makes_nothing_as_large_as_the_past():
 
 
 @pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
-@pytest.mark.parametrize("n", [1, 100])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("bad, n", [(float("nan"), 1), (float("inf"), 20), (1e30, 20)])
 def test_what_a_kernel_took_is_told_later(bad, n):
     "Nothing waits in the pass that took it; a pass or two later, or `check`, says which layer."
     model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
@@ -524,9 +376,7 @@ def test_what_a_kernel_took_is_told_later(bad, n):
 
 
 @pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+@pytest.mark.parametrize("bad, static, drafts", [(float("nan"), False, 3), (1e30, True, 0)])
 def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monkeypatch):
     """Of a first chunk no layer waits, with drafts behind it or without: one look at the flags
     of all when the pass ends. States that no kernel can code leave the cache empty, and the
@@ -536,7 +386,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
     monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
     model.to("cuda" if CUDA else "cpu")
-    ids = prompt(1, 70, padded=False)["input_ids"].to(model.device)
+    ids = prompt(1, 30, padded=False)["input_ids"].to(model.device)
     weight = model.model.layers[1].self_attn.k_proj.weight
     model.set_attn_implementation("turboquant")
     more = dict(max_length=128, static=True, graphs=False) if static else {}
@@ -563,13 +413,13 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
                 assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("length", [3000, 6000])
+@pytest.mark.parametrize("length", [1500, 3000])
 def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
-    """The largest tensor made while a chunk attends, past 3,000 or 6,000 tokens, in blocks of
-    2,048."""
+    """The largest tensor made while a chunk attends, past 1,500 or 3,000 tokens, in blocks of
+    1,024."""
     from turboquant_nb.cache.store import KVStore
 
-    monkeypatch.setattr(ops, "BLOCK", 2 * 16 * 2048)
+    monkeypatch.setattr(ops, "BLOCK", 2 * 16 * 1024)
     g = torch.Generator().manual_seed(0)
     store = KVStore(Recipe(), 1, 2, 16)
     store.append(*(torch.randn(1, 2, length, 16, generator=g) for _ in range(2)))

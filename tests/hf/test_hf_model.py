@@ -1,4 +1,4 @@
-"A real language model on a real text: agreement of the two modes, bits per value, perplexity."
+"A real language model on a real text: agreement of the two modes, perplexity."
 
 import math
 
@@ -14,9 +14,11 @@ from turboquant_nb import hf
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import attention as hf_attention
 from turboquant_nb.evaluation.models import load_model, sample_text
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
 
-PREFILL, SCORE, WINDOWS = 512, 512, 8 if SLOW else 2
-TOKENS = 100 if SLOW else 24  # of greedy decoding
+PREFILL, SCORE, WINDOWS = (512, 512, 8) if SLOW else (256, 256, 2)
+TOKENS = 100 if SLOW else 8  # of greedy decoding
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,10 @@ def real():
 
 @pytest.fixture(scope="module")
 def windows(real):
-    """For each of 2 or 8 windows: tokens [1, 1024], their exact states in every layer, and the
-    negative log-likelihood of the last 512 in fp32. One forward gives both: a state never
-    depends on later tokens. The 8 windows together are the first 8,192 tokens of the text."""
+    """For each of 2 or 8 windows: tokens [1, 512 or 1024], their exact states in every layer,
+    and the negative log-likelihood of the second half in fp32. One forward gives both: a state
+    never depends on later tokens. The 8 windows together are the first 8,192 tokens of the
+    text."""
     model, ids = real
     model.set_attn_implementation("sdpa")
     out = []
@@ -56,9 +59,9 @@ def nll(logits, part):
 
 
 def perplexity(model, windows, recipe, attention="sdpa"):
-    """exp of the mean negative log-likelihood: 512 tokens coded (from exact states, as in
-    `generate`), 512 scored in one chunk after them. Both modes give the same to fp32 rounding
-    (test_hf.py); the dense one is cheaper for a chunk of 512."""
+    """exp of the mean negative log-likelihood: half of a window coded (from exact states, as in
+    `generate`), the rest scored in one chunk after it. Both modes give the same to fp32
+    rounding (test_hf.py); the dense one is cheaper for a long chunk."""
     model.set_attn_implementation(attention)
     total = 0.0
     for part, states, _ in windows:
@@ -80,33 +83,11 @@ def test_perplexity_of_k4v4_is_within_two_percent(real, windows):
         f"perplexity of {WINDOWS} windows: fp32 {exact:.3f}, k4v4 {coded:.3f} "
         f"({100 * (coded / exact - 1):+.2f} %)"
     )
-    assert 5 < exact < 60 and abs(coded / exact - 1) < 0.02
-
-
-def test_bits_per_value_of_real_tokens(real, windows):
-    """2,048 real tokens in each of 30 layers, everything counted; the table of cosines and
-    sines is .09 bits of so small a model."""
-    model, recipes = real[0], {"k3v3": 3.7, "k4v4": 4.7}
-    for recipe, limit in recipes.items():
-        cache = TurboQuantCache(model, recipe)
-        for _, states, _ in windows[:2]:
-            for i, (k, v) in enumerate(states):
-                cache.update(k, v, i)
-        r = cache.report()
-        print(
-            f"{recipe}: {r['bits_per_value']:.3f} bits per value, {r['ratio_fp16']:.2f}x of "
-            "fp16"
-        )
-        assert r["tokens"] == 2048 and r["layers"] == 30 and r["values"] == 2048 * 30 * 3 * 128
-        assert int(recipe[1]) < r["bits_per_value"] <= limit
-        assert (
-            r["nbytes"] == sum(r["per_layer"]) + r["parts"]["tables"]
-            and abs(r["bits_per_value"] - 8 * r["nbytes"] / r["values"]) < 1e-9
-        )
+    assert 5 < exact < 120 and abs(coded / exact - 1) < 0.02
 
 
 def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch):
-    """24 or 100 greedy tokens on a 3-bit cache. In every layer and step, attention on codes
+    """8 or 100 greedy tokens on a 3-bit cache. In every layer and step, attention on codes
     against SDPA on what these very codes stand for, in float64: apart by the rounding of
     float32 at most. (Two runs, one on codes and one dense, may part where a state that differs
     in its last bit gets another code.) The mutant reads values that are one token off."""
@@ -143,14 +124,14 @@ def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model, "k3v3")
     tokens = model.generate(
-        ids[:, :200],
-        attention_mask=torch.ones(1, 200, dtype=torch.long),
+        ids[:, :120],
+        attention_mask=torch.ones(1, 120, dtype=torch.long),
         past_key_values=cache,
         max_new_tokens=TOKENS,
         min_new_tokens=TOKENS,
         do_sample=False,
     )
-    assert cache.get_seq_length() == 199 + TOKENS and cache.report()["served"] == {
+    assert cache.get_seq_length() == 119 + TOKENS and cache.report()["served"] == {
         "prefill": 30,
         "codes": (TOKENS - 1) * 30,
     }
@@ -160,89 +141,62 @@ def test_greedy_on_codes_is_dense_attention_on_the_same_codes(real, monkeypatch)
         f"mutant: median {mutant.median():.0f} times the bound"
     )
     assert len(seen) == (TOKENS - 1) * 30 and apart.max() <= 1 and mutant.median() > 20
-    assert len(set(tokens[0, 200:].tolist())) > 8  # not a loop of one token
+    assert len(set(tokens[0, 120:].tolist())) > min(8, TOKENS // 2)  # not a loop
 
 
-@pytest.mark.parametrize("recipe", ["k2v2", "k3v3"] if SLOW else ["k2v2"])
-def test_prompt_lookup_is_greedy_decoding(real, recipe):
-    """Drafts from a prompt that says the same twice: 40 tokens, token for token those of plain
-    greedy decoding on codes, and logits apart by rounding. A chunk multiplies matrices of
-    another size, so a state may round otherwise and, rarely, get another code; tokens that are
-    nearly tied are therefore left out, and what comes after one. Before, logits were apart by
-    1.2."""
-    model, ids = real
-    model.set_attn_implementation("turboquant")
-    ids, out = ids[:, :80].repeat(1, 2), []
-    for options in ({}, dict(prompt_lookup_num_tokens=6)):
-        cache = TurboQuantCache(model, recipe)
-        options |= dict(
-            max_new_tokens=40,
-            min_new_tokens=40,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        out.append(
-            model.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options
-            )
-        )
-    assert cache.report()["served"]["codes"] < 38 * 30  # drafts were accepted
-    plain, lookup = (x.sequences[0, 160:] for x in out)
-    logits = torch.stack([x[0] for x in out[0].logits])
-    top = logits.topk(2).values
-    tied = (top[:, 0] - top[:, 1] < 0.04).nonzero()
-    n = int(tied[0]) if len(tied) else 40
-    apart = float((torch.stack([x[0] for x in out[1].logits])[:n] - logits[:n]).abs().max())
-    print(
-        f"{recipe}: {n} tokens, logits apart by {apart:.1e}, {len(set(plain.tolist()))} "
-        "different tokens"
-    )
-    assert n >= 8 and torch.equal(lookup[:n], plain[:n]) and apart < 0.02
-
-
-def test_left_padding_is_the_run_without_it(real):
-    """120 tokens of padding before 180 real ones, 4 tokens on codes: tokens and logits of the
-    run without padding, apart by rounding (a code may flip, see above), far less than codes are
-    from exact states. The model attends on codes, so sinks, the keys' mean and what is exact
-    must count from the first real token."""
-    model, ids = real
-    ids, out, n = ids[:, :180], [], 4
-    options = dict(
+def greedy(model, ids, cache, n, padding=0, **options):
+    """(tokens, logits) of n greedy steps behind so much padding, and how many of the tokens are
+    not nearly tied."""
+    before = torch.zeros(1, padding, dtype=torch.long)
+    out = model.generate(
+        torch.cat([before, ids], 1),
+        attention_mask=torch.cat([before, torch.ones_like(ids)], 1),
+        past_key_values=cache,
         max_new_tokens=n,
         min_new_tokens=n,
         do_sample=False,
         output_logits=True,
         return_dict_in_generate=True,
+        **options,
     )
-    for attention, cache, padding in (
-        ("turboquant", "k2v2", 120),
-        ("turboquant", "k2v2", 0),
-        ("sdpa", None, 0),
-    ):
-        model.set_attn_implementation(attention)
-        before = torch.zeros(1, padding, dtype=torch.long)
-        mask = torch.cat([before, torch.ones_like(ids)], 1)
-        cache = cache and cache_for(model, cache)
-        out.append(
-            model.generate(
-                torch.cat([before, ids], 1),
-                attention_mask=mask,
-                past_key_values=cache,
-                **options,
-            )
-        )
-    padded, plain, exact = (torch.stack([x[0] for x in y.logits]) for y in out)
-    first = (padded[0] - plain[0]).abs().max()  # of exact attention
-    apart, coded = ((padded[1] - x[1]).abs().max() for x in (plain, exact))
-    top = plain.topk(2).values
+    logits = torch.stack([x[0] for x in out.logits])
+    top = logits.topk(2).values
     tied = (top[:, 0] - top[:, 1] < 0.04).nonzero()
-    n = int(tied[0]) if len(tied) else n
-    print(
-        f"logits apart by {first:.1e}, then {apart:.1e}; codes from exact states {coded:.2f}; "
-        f"{n} tokens"
-    )
-    assert n >= 2 and torch.equal(
-        out[0].sequences[0, 300 : 300 + n], out[1].sequences[0, 180 : 180 + n]
-    )
+    return out.sequences[0, -n:], logits, int(tied[0]) if len(tied) else n
+
+
+@pytest.mark.parametrize("recipe", ["k2v2", "k3v3"] if SLOW else ["k2v2"])
+def test_prompt_lookup_is_greedy_decoding(real, recipe):
+    """Drafts from a prompt that says the same again: token for token those of plain greedy
+    decoding on codes, and logits apart by rounding. A chunk multiplies matrices of another
+    size, so a state may round otherwise and, rarely, get another code; tokens that are nearly
+    tied are therefore left out, and what comes after one. Before, logits were apart by 1.2."""
+    model, ids = real
+    model.set_attn_implementation("turboquant")
+    ids, steps = (ids[:, :80].repeat(1, 2), 40) if SLOW else (ids[:, :24].repeat(1, 5), 20)
+    plain, logits, n = greedy(model, ids, TurboQuantCache(model, recipe), steps)
+    cache = TurboQuantCache(model, recipe)
+    lookup, other, _ = greedy(model, ids, cache, steps, prompt_lookup_num_tokens=6)
+    assert cache.report()["served"]["codes"] < (steps - 2) * 30  # drafts were accepted
+    apart = float((other[:n] - logits[:n]).abs().max())
+    print(f"{recipe}: {n} tokens, logits apart by {apart:.1e}")
+    assert n >= 8 and torch.equal(lookup[:n], plain[:n]) and apart < 0.02
+
+
+def test_left_padding_is_the_run_without_it(real):
+    """60 tokens of padding before 120 real ones, 3 tokens on codes: tokens and logits of the
+    run without padding, apart by rounding (a code may flip, see above), far less than codes are
+    from exact states. The model attends on codes, so sinks, the keys' mean and what is exact
+    must count from the first real token."""
+    model, ids = real
+    model.set_attn_implementation("turboquant")
+    recipe, ids = Recipe(Spec(2, center="prompt_mean"), Spec(2), recent=16), ids[:, :120]
+    padded, plain = (greedy(model, ids, TurboQuantCache(model, recipe), 3, x) for x in (60, 0))
+    model.set_attn_implementation("sdpa")
+    exact = greedy(model, ids, None, 3)
+    first = (padded[1][0] - plain[1][0]).abs().max()  # of exact attention
+    apart, coded = ((padded[1][1] - x[1][1]).abs().max() for x in (plain, exact))
+    n = plain[2]
+    print(f"logits apart by {first:.1e}, then {apart:.1e}; codes from exact states {coded:.2f}")
+    assert n >= 2 and torch.equal(padded[0][:n], plain[0][:n])
     assert first < 1e-3 and apart < 0.02 < coded / 5

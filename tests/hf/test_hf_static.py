@@ -1,13 +1,11 @@
 """Static caches: the same tokens from tensors that never move, in eager mode, compiled without
 graph breaks, and (test_cuda.py) in CUDA graphs."""
 
-import copy
-
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import covering_pairs, exact_recipe, fused, generate, prompt, tiny
+from tests.helpers import fused, generate, prompt, tiny
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.kernels import ops
@@ -31,9 +29,15 @@ def addresses(cache):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen3"]
+    "name, attention",
+    [
+        ("llama", "sdpa"),
+        ("mistral", "turboquant"),
+        ("gemma2", "sdpa"),
+        ("gemma3_text", "turboquant"),
+        ("gpt_oss", "turboquant"),
+    ],
 )
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
 def test_static_is_dynamic(name, attention):
     """Greedy, left-padded, prompt lookup, a second turn, in eager mode: the tokens of a cache
     that grows; no tensor moved."""
@@ -65,7 +69,7 @@ def test_static_on_kernels():
         "llama", head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
     cache = static(model, backend="triton")
-    for padded in (False, True, False):
+    for padded in (True, False):
         inputs = prompt(2, 14, padded=padded)
         want, _ = generate(model, inputs, "turboquant", max_new_tokens=3)
         cache.reset()
@@ -81,48 +85,12 @@ def test_static_on_kernels():
     }
 
 
-def test_lookup_crop_and_a_second_turn():
-    model = tiny("llama")
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)
-    outs = []
-    for make in (
-        lambda: TurboQuantCache(model, exact_recipe()),
-        lambda: static(model, Recipe(sinks=0, recent=80), 80),
-    ):
-        cache = make()
-        out, _ = generate(
-            model,
-            dict(input_ids=ids),
-            "turboquant",
-            cache=cache,
-            padding=False,
-            prompt_lookup_num_tokens=3,
-            max_new_tokens=12,
-            **({"disable_compile": True}),
-        )
-        turn = torch.cat([out, prompt(1, 5, seed=9, padded=False)["input_ids"]], 1)
-        outs.append(
-            generate(
-                model,
-                dict(input_ids=turn),
-                "turboquant",
-                cache=cache,
-                padding=False,
-                disable_compile=True,
-            )[0]
-        )
-    assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize(
-    "name, padded",
-    covering_pairs(["llama", "mistral", "gemma3_text", "gpt_oss"], [True, False]),
-)
+@pytest.mark.parametrize("name, padded", [("llama", True), ("gemma3_text", False)])
 def test_compiled_steps(name, padded):
     """fullgraph: one graph serves every step, also of another prompt; logits as in eager mode,
     and no recompilation."""
     torch._dynamo.reset()
-    model, inputs = tiny(name), prompt(2, 20, padded=padded)
+    model = tiny(name, num_hidden_layers=1) if name == "llama" else tiny(name)
     model.set_attn_implementation("turboquant")
     frames = []
     step = torch.compile(
@@ -140,7 +108,7 @@ def test_compiled_steps(name, padded):
             model(**inputs, past_key_values=cache)
             model(**inputs, past_key_values=eager)
             place = inputs["attention_mask"].sum(1, keepdim=True)
-            for i in range(5):
+            for i in range(3):
                 ids = prompt(2, 1, seed=10 + i, padded=False)["input_ids"]
                 position = place + i
                 want = model(
@@ -148,7 +116,7 @@ def test_compiled_steps(name, padded):
                 ).logits
                 got = step(ids, past_key_values=cache, position_ids=position)
                 assert torch.allclose(got, want, atol=1e-4), (got - want).abs().max()
-    assert len(frames) == 1 and cache.layers[0].held == 21 + 5
+    assert len(frames) == 1 and cache.layers[0].held == 21 + 3
     for a, b in zip(cache.coded_layers, eager.coded_layers):
         first = max(b.store.offset, b.first)
         for x, y in zip(a.store.read(first), b.store.read(first)):
@@ -157,20 +125,23 @@ def test_compiled_steps(name, padded):
 
 def test_generate_compiles():
     """transformers decides by itself where it compiles; forced on a processor here, with the
-    tokens of a cache that grows."""
+    tokens of a cache that grows, which runs eagerly. The second call finds what the first
+    compiled."""
     torch._dynamo.reset()
-    model, inputs = tiny("llama"), prompt(2, 20)
+    model, inputs = tiny(num_hidden_layers=1), prompt(2, 20)
     want, _ = generate(model, inputs, "turboquant")
     config = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True
-    cache = static(model)
-    got, _ = generate(model, inputs, "turboquant", cache=cache, compile_config=config)
-    assert torch.equal(got, want) and cache.layers[0].calls == {
-        "prefill": 1
-    }  # the steps ran without Python
-    assert cache.report()["tokens"] == 27 and {
-        k: x[0][0] for k, x in cache.report()["captured_by"].items()
-    } == {"coding": "torch", "attention": "torch"}
+    how = dict(compile_config=config, return_dict_in_generate=True, output_hidden_states=True)
+    for cache in (TurboQuantCache(model, "k4v4"), static(model)):
+        for _ in range(2):
+            got, _ = generate(model, inputs, "turboquant", cache=cache, **how)
+            assert torch.equal(got.sequences, want) and len(got.hidden_states) == 8
+            report, calls = cache.report(), dict(cache.layers[0].calls)
+            cache.reset()
+    assert calls == {"prefill": 2} and report["tokens"] == 27  # the steps ran without Python
+    by = {kind: x[0][0] for kind, x in report["captured_by"].items()}
+    assert by == {"coding": "torch", "attention": "torch"}
 
 
 def test_compiled_dense_steps_are_refused():
@@ -198,44 +169,18 @@ def test_a_cache_that_grows_is_not_captured(monkeypatch):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
 
 
-def test_what_is_full_or_not_finite_says_so():
-    model, inputs = tiny("llama"), prompt(1, 9, padded=False)
+def test_what_is_full_says_so_and_a_sketch_is_refused():
+    model, inputs = tiny(), prompt(1, 9, padded=False)
     model.set_attn_implementation("turboquant")
-    cache = static(model, length=10)
+    cache, step = static(model, length=10), inputs["input_ids"][:, :1]
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        model(inputs["input_ids"][:, :1], past_key_values=cache)
+        model(step, past_key_values=cache)
         with pytest.raises(ValueError, match="max_length is 10"):
-            model(inputs["input_ids"][:, :1], past_key_values=cache)
-    assert cache.layers[0].held == 10
-    for bad, text in (
-        (dict(), "static=True needs max_length"),
-        (dict(max_length=64, recipe=Recipe(decay=5)), "decay"),
-        (dict(max_length=64, recipe=Recipe(residual="prod")), "QJL"),
-    ):
-        with pytest.raises(ValueError, match=text), torch.no_grad():
-            model(**inputs, past_key_values=TurboQuantCache(model, static=True, **bad))
-
-
-def test_copies_and_files(tmp_path):
-    model, inputs = tiny("gemma3_text"), prompt(2, 20)
-    model.set_attn_implementation("turboquant")
-    cache = static(model)
-    step = prompt(2, 1, seed=5, padded=False)["input_ids"]
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        cache.save(tmp_path / "c")
-        others = [
-            copy.deepcopy(cache),
-            TurboQuantCache.load(tmp_path / "c", model, max_length=LENGTH),
-        ]
-        want = model(step, attention_mask=mask, past_key_values=cache).logits
-        for other in others:
-            assert other.static and other.max_length == LENGTH
-            assert torch.equal(
-                model(step, attention_mask=mask, past_key_values=other).logits, want
-            )
+            model(step, past_key_values=cache)
+        assert cache.layers[0].held == 10
+        with pytest.raises(ValueError, match="QJL"):
+            model(**inputs, past_key_values=static(model, Recipe(residual="prod")))
 
 
 def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):

@@ -58,6 +58,25 @@ QWEN = dict(
     vision_end_token_id=END,
 )
 T = transformers
+
+
+def llava(kind, **more):
+    text, eye = T.LlamaConfig(**TEXT), T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4)
+    return kind(text_config=text, vision_config=eye, image_token_index=IMAGE, **more)
+
+
+def idefics(kind):
+    text, eye = T.LlamaConfig(**TEXT), dict(**EYE, image_size=8, patch_size=2)
+    more = dict(scale_factor=2, image_token_id=IMAGE, pad_token_id=0)
+    return kind(text_config=text, vision_config=eye, **more)
+
+
+def cohere(kind, **more):
+    text, sizes = T.Cohere2Config(**TEXT, **SLIDES), dict(image_size=8, patch_size=2)
+    eye = T.SiglipVisionConfig(**EYE, **sizes, vision_use_head=False)
+    return kind(text_config=text, vision_config=eye, downsample_factor=2, **more)
+
+
 FAMILIES = {  # name: (class of the model, its config)
     "LlavaOnevision": lambda: T.LlavaOnevisionConfig(
         text_config=T.Qwen2Config(**TEXT),
@@ -74,20 +93,8 @@ FAMILIES = {  # name: (class of the model, its config)
         **QWEN,
         vision_config=QWEN_EYE | dict(num_position_embeddings=16, deepstack_visual_indexes=[0]),
     ),
-    "SmolVLM": lambda: T.SmolVLMConfig(
-        text_config=T.LlamaConfig(**TEXT),
-        vision_config=dict(**EYE, image_size=8, patch_size=2),
-        scale_factor=2,
-        image_token_id=IMAGE,
-        pad_token_id=0,
-    ),
-    "Idefics3": lambda: T.Idefics3Config(
-        text_config=T.LlamaConfig(**TEXT),
-        vision_config=dict(**EYE, image_size=8, patch_size=2),
-        scale_factor=2,
-        image_token_id=IMAGE,
-        pad_token_id=0,
-    ),
+    "SmolVLM": lambda: idefics(T.SmolVLMConfig),
+    "Idefics3": lambda: idefics(T.Idefics3Config),
     "Gemma3": lambda: T.Gemma3Config(
         text_config=T.Gemma3TextConfig(**TEXT, **SLIDES),
         boi_token_index=BEGIN,
@@ -102,12 +109,7 @@ FAMILIES = {  # name: (class of the model, its config)
         image_token_id=IMAGE,
         downsample_ratio=0.5,
     ),
-    "Llava": lambda: T.LlavaConfig(
-        text_config=T.LlamaConfig(**TEXT),
-        vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4),
-        image_token_index=IMAGE,
-        vision_feature_layer=-1,
-    ),
+    "Llava": lambda: llava(T.LlavaConfig, vision_feature_layer=-1),
     "PaliGemma": lambda: T.PaliGemmaConfig(
         text_config=T.GemmaConfig(**TEXT),
         vision_config=T.SiglipVisionConfig(
@@ -139,19 +141,10 @@ FAMILIES = {  # name: (class of the model, its config)
         video_end_token_id=56,
         vision_config=QWEN_EYE | dict(image_size=8),
     ),
-    "LlavaNext": lambda: T.LlavaNextConfig(
-        text_config=T.LlamaConfig(**TEXT),
-        vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4),
-        image_token_index=IMAGE,
-        image_grid_pinpoints=[[8, 8]],
-        vision_feature_layer=-1,
+    "LlavaNext": lambda: llava(
+        T.LlavaNextConfig, image_grid_pinpoints=[[8, 8]], vision_feature_layer=-1
     ),
-    "VipLlava": lambda: T.VipLlavaConfig(
-        text_config=T.LlamaConfig(**TEXT),
-        vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4),
-        image_token_index=IMAGE,
-        vision_feature_layers=[-1],
-    ),
+    "VipLlava": lambda: llava(T.VipLlavaConfig, vision_feature_layers=[-1]),
     "Mistral3": lambda: T.Mistral3Config(
         text_config=T.MistralConfig(**TEXT),
         vision_config=T.PixtralVisionConfig(**EYE, head_dim=8, image_size=8, patch_size=2),
@@ -180,24 +173,14 @@ FAMILIES = {  # name: (class of the model, its config)
         image_token_id=IMAGE,
         tie_word_embeddings=False,
     ),
-    "AyaVision": lambda: T.AyaVisionConfig(
-        text_config=T.Cohere2Config(**TEXT, **SLIDES),
-        vision_config=T.SiglipVisionConfig(
-            **EYE, image_size=8, patch_size=2, vision_use_head=False
-        ),
+    "AyaVision": lambda: cohere(
+        T.AyaVisionConfig,
         image_token_index=IMAGE,
-        downsample_factor=2,
         vision_feature_layer=-1,
         adapter_layer_norm_eps=1e-6,
     ),
-    "Cohere2Vision": lambda: T.Cohere2VisionConfig(
-        text_config=T.Cohere2Config(**TEXT, **SLIDES),
-        vision_config=T.SiglipVisionConfig(
-            **EYE, image_size=8, patch_size=2, vision_use_head=False
-        ),
-        image_token_id=IMAGE,
-        downsample_factor=2,
-        alignment_intermediate_size=32,
+    "Cohere2Vision": lambda: cohere(
+        T.Cohere2VisionConfig, image_token_id=IMAGE, alignment_intermediate_size=32
     ),
     "Molmo2": lambda: T.Molmo2Config(
         text_config=TEXT | dict(additional_vocab_size=8),
@@ -347,7 +330,7 @@ def asked(name, video=False, seed=0):
     )
 
 
-def answer(model, inputs, attention, cache, n=8):
+def answer(model, inputs, attention, cache, n=4):
     "(tokens, logits [n, B, vocabulary]) of greedy decoding."
     model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
     out = model.generate(
@@ -419,7 +402,7 @@ def test_pictures(name, video):
         )
 
 
-@pytest.mark.parametrize("name", ("Qwen2_5_VL", "Qwen2VL", "Qwen3VL", "Glm4v"))
+@pytest.mark.parametrize("name", ("Qwen2_5_VL", "Glm4v"))
 def test_positions_that_a_model_keeps_to_itself_travel_with_a_saved_session(name, tmp_path):
     """After an image text does not stand at the number of tokens before it; what it differs by
     is an attribute of the model, and a fresh one does not have it."""
@@ -486,65 +469,3 @@ def test_a_video_in_chunks(name):
         out.append(torch.cat(parts, 1)[:, 5:])  # what padding gives is nobody's business
     assert cache.get_seq_length() == x.shape[1] > 14 and cache.coded_layers[0].starts == (5, 0)
     assert (out[0] - out[1]).abs().max() < 1e-4 * out[0].abs().max()
-
-
-def test_a_video_of_eleven_thousand_tokens_in_chunks():
-    """A clip of thirty seconds, 172 parts of 64 tokens, comes to the language model 2,048
-    tokens at a time and four tokens are decoded: attention on codes follows attention over the
-    decoded states through all of it, positions of three axes included, and gives the same
-    tokens."""
-    name = "Qwen2_5_VL"
-    model, parts, g = made(name).float(), 172, torch.Generator().manual_seed(5)
-    words = torch.randint(2, 50, (24,), generator=g).tolist()
-    ids = torch.tensor([[*words[:12], BEGIN, *[VIDEO] * (64 * parts), END, *words[12:]]])
-    inputs = dict(
-        input_ids=ids,
-        pixel_values_videos=torch.randn(256 * parts, 24, generator=g),
-        video_grid_thw=torch.tensor([[parts, 16, 16]]),
-        mm_token_type_ids=2 * (ids == VIDEO).int(),
-    )
-    came = {}
-
-    def stop(module, args, kwargs):
-        came.update(kwargs)
-        raise StopIteration
-
-    keep = model.model.language_model.register_forward_pre_hook(stop, with_kwargs=True)
-    with torch.no_grad(), pytest.raises(StopIteration):
-        model(**inputs)
-    keep.remove()
-    x, places, out = came["inputs_embeds"], came["position_ids"], []
-    assert (
-        x.shape[1] > 11_000
-        and places.shape[0] == 3
-        and len(places[0].unique()) > 170
-        and (places[1] != places[2]).any()
-    )
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
-        cache, hidden, tokens = cache_for(model, "k3v3"), [], []
-        with torch.no_grad():
-            for i in range(0, x.shape[1], 2048):
-                hidden.append(
-                    model.model.language_model(
-                        inputs_embeds=x[:, i : i + 2048],
-                        position_ids=places[..., i : i + 2048],
-                        past_key_values=cache,
-                    ).last_hidden_state
-                )
-            at = int(places.max()) + 1
-            for i in range(4):
-                tokens.append(int(model.lm_head(hidden[-1][:, -1]).argmax()))
-                step = model.model.language_model.embed_tokens(torch.tensor([[tokens[-1]]]))
-                hidden.append(
-                    model.model.language_model(
-                        inputs_embeds=step,
-                        position_ids=torch.full((3, 1, 1), at + i),
-                        past_key_values=cache,
-                    ).last_hidden_state
-                )
-        out.append((torch.cat(hidden, 1), tokens))
-    (dense, want), (coded, got) = out
-    made(name).double()
-    assert got == want and (dense - coded).abs().max() < 1e-3 * dense.abs().max()
-    assert cache.get_seq_length() == x.shape[1] + 4

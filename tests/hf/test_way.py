@@ -3,7 +3,6 @@ left as it was."""
 
 import concurrent.futures
 import copy
-import itertools
 import threading
 import warnings
 
@@ -15,13 +14,12 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import turboquant_nb
-from tests.helpers import covering_pairs, exact_recipe, prompt, tiny
+from tests.helpers import exact_recipe, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import layer as hf_layer
 from turboquant_nb.hf import hooks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-ATTENTIONS = ("eager", "sdpa", "flex_attention")
 READS = ("codes", "dense")
 GREEDY = dict(max_new_tokens=8, do_sample=False)
 WAYS = {
@@ -62,18 +60,20 @@ def words():
 
 
 MODELS = [
-    *itertools.product(["llama", "qwen3", "gemma3_text"], ATTENTIONS),
-    *itertools.product(["gemma2"], ["eager", "flex_attention"]),
-    ("gpt_oss", "eager"),
+    ("llama", "eager", "greedy"),
+    ("llama", "sdpa", "beams"),
+    ("llama", "flex_attention", "sampling"),
+    ("gemma3_text", "sdpa", "chunks"),
+    ("gemma3_text", "flex_attention", "greedy"),
+    ("gemma2", "eager", "beams"),
+    ("gemma2", "flex_attention", "chunks"),
+    ("gpt_oss", "eager", "sampling"),
 ]
 
 
-@pytest.mark.parametrize(
-    "model, way", covering_pairs(MODELS, [*WAYS]) + [(MODELS[0], way) for way in WAYS][1:]
-)
-def test_equal_tokens_on_codes_under_any_attention(model, way):
+@pytest.mark.parametrize("name, attention, way", MODELS)
+def test_equal_tokens_on_codes_under_any_attention(name, attention, way):
     """With all tokens held exactly they are transformers' own; the model's setting stays."""
-    name, attention = model
     model, inputs = tiny(name), prompt(3, 30)
     want = own(model, inputs, **WAYS[way])
     model.set_attn_implementation(attention)
@@ -86,9 +86,13 @@ def test_equal_tokens_on_codes_under_any_attention(model, way):
 
 
 @pytest.mark.parametrize(
-    "way, name", covering_pairs(["greedy", "beams", "chunks"], ["llama", "gemma3_text"])
+    "flash, way, name",
+    [
+        ("flash_attention_2", "beams", "llama"),
+        ("flash_attention_2", "greedy", "gemma3_text"),
+        ("flash_attention_3", "chunks", "llama"),
+    ],
 )
-@pytest.mark.parametrize("flash", ["flash_attention_2", "flash_attention_3"])
 def test_flash_is_not_called(flash, way, name, monkeypatch):
     """Flash attention needs a GPU. A cache is read on codes before it is called, which it is
     with any other cache."""
@@ -123,40 +127,23 @@ def test_the_model_is_as_it_was():
             raise broken
 
         hook = model.model.layers[0].mlp.register_forward_pre_hook(stop)
+        step = inputs["input_ids"][:, :1]
         with pytest.raises(RuntimeError, match="stop"):
-            model(inputs["input_ids"][:, :1], past_key_values=first)
+            model(step, past_key_values=first)
         hook.remove()
+        with pytest.raises(ValueError, match=r"cache.recover\(\)"):
+            model(step, past_key_values=first)
         assert torch.equal(own(model, inputs), want)
         assert first.recover() == 24
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # it is any thread's again
+            pool.submit(torch.no_grad()(model), step, past_key_values=first).result()
+        assert first.get_seq_length() == 25
     after = model(**inputs).logits
     assert torch.equal(after, before) and set(vars(model)) == keys
     assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
     assert model.config._attn_implementation == "sdpa"
     text = copy.deepcopy(model)
     assert torch.equal(text(**inputs).logits, before)
-
-
-def test_a_cache_of_a_config_is_on_codes_too():
-    model, inputs = tiny("qwen3"), prompt(2, 24)
-    cache = TurboQuantCache(model.config, exact_recipe())
-    assert torch.equal(tokens(model, inputs, cache), own(model, inputs)) and on_codes(cache)
-
-
-def test_weights_of_eager_attention():
-    "Where they are asked for the model's own attention runs, on decoded states."
-    model, inputs = tiny(), prompt(2, 24, padded=False)
-    model.set_attn_implementation("eager")
-    cache = TurboQuantCache(model, exact_recipe())
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        step = inputs["input_ids"][:, :1]
-        got = model(step, past_key_values=cache, output_attentions=True).attentions
-        dense = DynamicCache(config=model.config)
-        model(**inputs, past_key_values=dense)
-        want = model(step, past_key_values=dense, output_attentions=True).attentions
-        torch.testing.assert_close(got, want)
-        model(step, past_key_values=cache)
-    assert cache.report()["served"] == {"prefill": 2, "dense": 2, "codes": 2}
 
 
 def test_a_mask_that_adds_a_bias_is_served_on_codes():
@@ -237,19 +224,6 @@ def test_a_module_is_asked_before_it_attends(attention):
     assert torch.equal(model(**inputs).logits, before) and len(seen) == 4
 
 
-@pytest.mark.parametrize("name, changes", [("Doge", {}), ("DiffLlama", {})])
-def test_models_that_change_their_keys_are_decoded(name, changes):
-    "Their layers change what a cache returns: told, and right."
-    model = tiny(name, **changes)
-    inputs, cache = prompt(2, 20, padded=False), TurboQuantCache(model, exact_recipe())
-    want = model.generate(**inputs, **GREEDY, pad_token_id=0, eos_token_id=None)
-    got = tokens(model, inputs, cache, pad_token_id=0, eos_token_id=None)
-    assert torch.equal(got, want) and cache.report()["served"]["dense"]
-    assert "Attention" in cache.report()["dense"]["why"]
-    with pytest.raises(ValueError, match="attention='codes' cannot be"):
-        TurboQuantCache(model, attention="codes")
-
-
 def test_guidance_runs_a_second_pass_on_a_cache_of_its_own():
     """Under the model's own attention both caches are served. Under 'turboquant' the second
     pass has none that it could read, and the advice helps: "pass a TurboQuantCache" did not."""
@@ -298,24 +272,6 @@ def test_a_second_thread_is_refused_and_nothing_is_mixed():
         assert torch.equal(done[0], want)
 
 
-def test_a_pass_that_failed_gives_the_cache_back():
-    model, inputs = tiny(), prompt(2, 24)
-    for source in (model, model.config):
-        cache = TurboQuantCache(source, exact_recipe())
-
-        def stop(module, args):
-            raise RuntimeError("stop")
-
-        hook = model.model.layers[0].mlp.register_forward_pre_hook(stop)
-        with torch.no_grad(), pytest.raises(RuntimeError, match="stop"):
-            model(**inputs, past_key_values=cache)
-        hook.remove()
-        cache.recover()
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            got = pool.submit(tokens, model, inputs, cache).result()
-        assert torch.equal(got, own(model, inputs))
-
-
 # --- without an argument
 
 
@@ -359,8 +315,8 @@ def test_a_default_is_made_anew_and_its_errors_pass():
 def test_compiled_models(way):
     "The cache runs between graphs: equal tokens, padding and all."
     torch._dynamo.reset()
-    model, inputs = copy.deepcopy(tiny()), prompt(2, 20)
-    want = own(model, inputs)
+    model, inputs = copy.deepcopy(tiny(num_hidden_layers=1)), prompt(2, 20)
+    want = own(model, inputs, max_new_tokens=3)
     run = model
     if way == "module in place":
         model.compile(backend="eager")
@@ -369,31 +325,26 @@ def test_compiled_models(way):
     else:
         run = torch.compile(model, backend="eager")
     cache = TurboQuantCache(run, exact_recipe())
-    assert torch.equal(tokens(run, inputs, cache), want) and on_codes(cache)
+    assert torch.equal(tokens(run, inputs, cache, max_new_tokens=3), want) and on_codes(cache)
     assert cache.coded_layers[0].starts == (0, 7)
     torch._dynamo.reset()
 
 
 def test_one_graph_needs_a_static_cache():
+    "A cache that grows is refused, transformers' own is not. (test_hf_static.py: static ones.)"
     torch._dynamo.reset()
-    model, inputs = copy.deepcopy(tiny()), prompt(1, 20, padded=False)
+    model, ids = copy.deepcopy(tiny(num_hidden_layers=1)), prompt(1, 20)["input_ids"]
     whole = torch.compile(model, backend="eager", fullgraph=True)
-    step = inputs["input_ids"][:, :1]
-    grows, fixed = TurboQuantCache(model, "k4v4"), dict(max_length=64, static=True)
-    fixed = [TurboQuantCache(model, "k4v4", **fixed) for _ in range(2)]
+    cache = TurboQuantCache(model, "k4v4")
     with torch.no_grad():
-        for cache in (grows, *fixed):
-            model(**inputs, past_key_values=cache)
+        model(ids, past_key_values=cache)
         with pytest.raises(Exception, match="static=True "):
-            whole(step, past_key_values=grows)
-        got = whole(step, past_key_values=fixed[0]).logits
-        torch.testing.assert_close(got, model(step, past_key_values=fixed[1]).logits)
-        whole(step, past_key_values=DynamicCache(config=model.config))
+            whole(ids[:, :1], past_key_values=cache)
+        whole(ids[:, :1], past_key_values=DynamicCache(config=model.config))
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("name, half", [("llama", torch.bfloat16), ("gpt2", torch.float16)])
 def test_autocast(name, half):
     "Weights in fp32, states in a half type: the cache holds that type, and codes in their own."
     model, inputs, out = tiny(name), prompt(2, 24, padded=False), {}
@@ -422,12 +373,5 @@ def test_grad_modes():
     want = own(model, inputs)
     with torch.inference_mode():
         assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable()  # it takes caches away in training alone
     assert torch.equal(tokens(model, inputs, TurboQuantCache(model, exact_recipe())), want)
-    model.train()
-    cache = TurboQuantCache(model, exact_recipe())
-    with torch.no_grad(), pytest.raises(ValueError, match="takes every cache away"):
-        model(**inputs, past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    model.gradient_checkpointing_disable()
-    assert torch.equal(tokens(model, inputs, cache), want)
