@@ -27,7 +27,14 @@ from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import FoundOnce, RecentBlocks, ahead_of_time, covering_pairs, random_history
+from tests.helpers import (
+    SLOW,
+    FoundOnce,
+    RecentBlocks,
+    ahead_of_time,
+    covering_pairs,
+    random_history,
+)
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -85,33 +92,27 @@ def case(
 
 CASES = [
     (dict(), {}),
-    (dict(n=32), {}),
-    (dict(n=64), {}),
     (dict(n=128, lengths=(300, 1)), {}),
-    (dict(n=256, lengths=(300,)), {}),
+    (dict(n=256, lengths=(300,)), dict(scaling=0.3)),
     (dict(kb=1, vb=2), {}),
-    (dict(kb=4, vb=1), {}),
+    (dict(kb=4, vb=1), dict(splits=1)),
     (dict(kb=2, vb=4, d=48), {}),
     (dict(m=4, group=5), {}),
-    (dict(m=16, lengths=(40, 70)), {}),
+    (dict(m=16, lengths=(30, 20)), {}),
     (dict(group=16, heads=1), {}),
-    (dict(rot="transform"), {}),
-    (dict(d=80, heads=1), {}),
+    (dict(rot="transform", d=80, heads=1), {}),
     (dict(), dict(sliding_window=20)),
     (dict(m=3), dict(sliding_window=2)),
     (dict(n=32), dict(softcap=3.0)),
-    (dict(), dict(splits=1)),
     (dict(), dict(splits=9)),
-    (dict(), dict(scaling=0.3)),
     (dict(own=False), {}),
     (dict(own=False, m=4), dict(sliding_window=20)),
     (dict(lengths=(0, 0)), {}),
-    (dict(dtype=torch.float16), {}),
-    (dict(), dict(work={})),
-    (dict(lengths=(600, 3, 0, 40)), dict(work={}, splits=5)),
+    (dict(dtype=torch.float16), dict(work={})),
+    (dict(lengths=(600, 3, 0, 40), heads=1), dict(work={}, splits=5)),
     (dict(m=3, lengths=(300, 90, 8, 3)), dict(work={}, splits=7, sliding_window=50)),
-    (dict(n=64, m=4, group=5, lengths=(900, 4)), dict(work={}, splits=3)),
-    (dict(own=False, lengths=(40, 0, 500)), dict(work={}, splits=40)),
+    (dict(n=64, lengths=(300, 4)), dict(work={}, splits=3)),
+    (dict(own=False, lengths=(40, 0, 500), heads=1), dict(work={}, splits=40)),
     (dict(lengths=(0, 0)), dict(work={})),
 ]
 
@@ -151,7 +152,7 @@ def test_decode(of, options, gen):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "n,kb,vb,d", ((16, 3, 3, 32), (16, 1, 4, 48), (64, 4, 2, 64), (256, 3, 3, 16))
+    "n,kb,vb,d", ((16, 3, 3, 32), (16, 1, 4, 48), (64, 4, 2, 64), (128, 3, 3, 16))
 )
 def test_append(n, kb, vb, d, gen):
     """Chunks of all lengths from all places, short calls too: codes as the oracle's, and no
@@ -245,13 +246,11 @@ def test_list_of_work(parts, window, own, sinks):
         ) == work.items <= parts + len(lengths)
 
 
-@needs_triton
+@pytest.mark.skipif(not CUDA, reason="on a GPU alone: the interpreter always joins several")
 def test_many_requests_of_three_heads(gen):
     """A batch whose rows are joined several at a time, where a KV head has three query heads:
     the kernel takes powers of two."""
-    plan, cache, table, lengths, q, k, v = case(
-        gen, lengths=(20, 5) * 4 + (0,) * 163
-    )  # without a past a request costs the interpreter half
+    plan, cache, table, lengths, q, k, v = case(gen, lengths=(20, 5) * 4 + (0,) * 163)
     assert q.shape[0] * q.shape[1] > 1024
     check(plan, cache, Requests(table, lengths), q, Exact(k, v))
 
@@ -260,7 +259,6 @@ def test_many_requests_of_three_heads(gen):
 @pytest.mark.parametrize(
     "of,options",
     (
-        (dict(), {}),
         (dict(rot="transform"), {}),
         (dict(m=4, group=5), dict(softcap=3.0)),
         (dict(d=48, kb=4), {}),
@@ -269,7 +267,7 @@ def test_many_requests_of_three_heads(gen):
 def test_center(of, options, gen):
     """Keys far from 0: append and decode with a centre are those of the oracle, which adds it
     to the keys that it reads."""
-    plain, cache, table, lengths, q, k, v = case(gen, **of)
+    plain, cache, table, lengths, q, k, v = case(gen, lengths=(33, 0, 9), **of)
     heads, d, n = cache.shape[1], plain.cell.d_key, plain.cell.tokens
     center = 5 * torch.randn(heads, d, generator=gen).to(DEVICE)
     plan, read = CellPlan(plain.key, plain.value, n, center), Requests(table, lengths)
@@ -315,10 +313,12 @@ def exact_blocks(gen, plan, requests, m, tokens, sinks):
 @pytest.mark.parametrize(
     "of,options",
     (
-        (dict(), {}),
         (dict(rot="transform", lengths=(70, 0, 3)), {}),
-        (dict(m=4, group=5, dtype=torch.float16), dict(softcap=3.0, sliding_window=20)),
-        (dict(lengths=(600, 3, 0)), dict(work={})),
+        (
+            dict(m=4, group=5, dtype=torch.float16, lengths=(33, 0, 9)),
+            dict(softcap=3.0, sliding_window=20),
+        ),
+        (dict(lengths=(300, 3, 0)), dict(work={})),
     ),
 )
 def test_learnt_logits(of, options, gen):
@@ -357,7 +357,7 @@ def test_recent_and_first_tokens(held, asked, gen):
     others; of one first token less the codes are read, which are of no use."""
     (tokens, sinks), (of, options) = held, asked
     plain, cache, table, lengths, q, k, v = case(
-        gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of
+        gen, **{"lengths": (45, 5, 0, 12), "heads": 1} | of
     )
     center = 3 * torch.randn(1, plain.cell.d_key, generator=gen).to(DEVICE)
     plan = CellPlan(plain.key, plain.value, plain.cell.tokens, center)
@@ -366,7 +366,7 @@ def test_recent_and_first_tokens(held, asked, gen):
     exact = Exact(k + center, v, near)
     places = near.places([(i, max(0, x - m)) for i, x in enumerate(lengths.tolist())])
     counts = [len(keys) for (keys, _), _ in near.read(places, 1)]
-    assert max(counts) == min(sinks, max(0, 70 - m - tokens)) and min(counts) == 0
+    assert max(counts) == min(sinks, max(0, 45 - m - tokens)) and min(counts) == 0
     want = check(plan, cache, read, q, exact, rule)
     scale = plan.views(cache)["key scale"]
     for row, count in zip(table, counts):
@@ -398,8 +398,7 @@ def test_recent_states_are_copied_to_their_slots(gen):
 
 
 @needs_triton
-@pytest.mark.parametrize("block,sinks,window,steps", ((4, 3, 3, 16), (2, 5, 1, 9)))
-def test_first_tokens_travel(block, sinks, window, steps, gen):
+def test_first_tokens_travel(gen):
     """Random histories as in test_pages.py, with the kernels: origins are those of the loop on
     the host, also where requests begin in one another's blocks."""
 
@@ -417,10 +416,8 @@ def test_first_tokens_travel(block, sinks, window, steps, gen):
         append_recent(there, *(x.to(DEVICE) for x in (k, v, slots, origins)))
         cache.copy_(there)
 
-    wrong, seen = random_history(
-        RecentBlocks(block, sinks, window, 8, gen, store, locate), steps, gen
-    )
-    assert not wrong and seen["hits"] > 3 and seen["followed"] > 3 and seen["read"] > 100, (
+    wrong, seen = random_history(RecentBlocks(2, 5, 1, 8, gen, store, locate), 5, gen)
+    assert not wrong and seen["hits"] > 1 and seen["followed"] > 3 and seen["read"] > 40, (
         wrong[:3],
         seen,
     )
@@ -475,7 +472,6 @@ WINDOWS = [  # keys and values: bits, codebook; head size, tokens of a block
     ((2, CHAIN), (3, CHAIN), 64, 128),
     ((3, CHAIN), (3, "uniform"), 128, 256),
     ((3, "uniform"), (2, CHAIN), 64, 64),
-    ((2, CHAIN), (4, "uniform"), 64, 256),
 ]
 
 
@@ -579,7 +575,7 @@ def test_windows_are_searched_by_the_kernel(gen):
 
 
 @needs_triton
-@pytest.mark.parametrize("key,value,d,n", WINDOWS[:3])
+@pytest.mark.parametrize("key,value,d,n", WINDOWS)
 def test_windows_of_a_past(key, value, d, n, gen):
     "Blocks to dense rows in the basis of the codes: levels times scales, bit for bit."
     sides, plan = windowed(key, value, d, n, gen)
@@ -616,7 +612,7 @@ def test_kernels_are_searched_for_once(monkeypatch):
         gen = torch.Generator().manual_seed(0)
         test_append(16, 3, 3, 32, gen)
         test_recent_states_are_copied_to_their_slots(gen)
-        test_first_tokens_travel(2, 5, 1, 9, gen)
+        test_origins_end_whatever_tables_hold(gen)
         test_windows_of_a_past(*WINDOWS[0], gen)
     assert again and all(
         kernel.searched == searched > 0 and kernel.launched > launched
@@ -633,12 +629,10 @@ def test_windows_that_no_kernel_reads():
 
 
 @needs_triton
-@pytest.mark.parametrize("d,heads,group", ((512, 1, 4), (272, 2, 2)))
-def test_wide_heads(d, heads, group, gen):
+def test_wide_heads(gen):
     "More than 256 channels: appended, attended to with exact tokens, and read as a past."
-    plan, cache, table, lengths, q, k, v = case(
-        gen, d=d, n=64, lengths=(150, 9), heads=heads, group=group
-    )
+    d, heads = 272, 2
+    plan, cache, table, lengths, q, k, v = case(gen, d=d, n=64, lengths=(105, 9), group=2)
     check(plan, cache, Requests(table, lengths), q, Exact(k, v))
     mine, theirs = cache.clone(), cache.clone()
     states = torch.randn(2, 20, heads, d, generator=gen).to(DEVICE)
@@ -653,39 +647,30 @@ def test_wide_heads(d, heads, group, gen):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+TWO, THREE = dict(bits=[2, 2], codebook=CHAIN), dict(bits=[3, 3], codebook=CHAIN)
+COMPILED = [
+    dict(kernel="fragments", tokens=64, listed=False, centred=True),
+    dict(kernel="fragments", d=512, tokens=128),
+    dict(kernel="append", steps=4, step=2, centred=True),
+    dict(kernel="fragments", tokens=64, regs=168, **TWO),
+    dict(kernel="join", recent=True, learnt=True, together=16),
+    dict(kernel="append", steps=1, step=1),
+    dict(kernel="past", tokens=256, **THREE),
+    dict(kernel="past", d=512, tokens=128),
+    dict(kernel="recent", sinks=4),
+    dict(kernel="work", sliding=True),
+    dict(kernel="sinks"),
+    dict(kernel="portable", **TWO),
+    dict(kernel="join_past"),
+]
+
+
 @needs_triton
 def test_compiled_for_hopper():
-    """The kernels of a step, with tables and with codes by windows, as they are launched: no
-    spills where they would cost, copies of 16 bytes."""
+    """Kernels of a step, with tables and with codes by windows, as they are launched: no spills
+    where they would cost, copies of 16 bytes. (Others: tests/golden/kernels.json.)"""
     pytest.importorskip("triton.experimental.gluon")
-    two, three = dict(bits=[2, 2], codebook=CHAIN), dict(bits=[3, 3], codebook=CHAIN)
-    rows = ahead_of_time(
-        dict(kernel="fragments", tokens=64),
-        dict(kernel="fragments", tokens=64, listed=False),
-        dict(kernel="fragments", tokens=128, d=64),
-        dict(kernel="fragments", tokens=64, centred=True),
-        dict(kernel="fragments", tokens=64, regs=168, **two),
-        dict(kernel="fragments", tokens=128, centred=True, **three),
-        dict(kernel="append", steps=1, centred=True),
-        dict(kernel="append", steps=1, step=1),
-        dict(kernel="append", steps=4, step=2, centred=True),
-        dict(kernel="join", listed=False),
-        dict(kernel="join", recent=True),
-        dict(kernel="join", recent=True, learnt=True, together=16),
-        dict(kernel="join", together=16, recent=True),
-        dict(kernel="past"),
-        dict(kernel="past", tokens=256, **three),
-        dict(kernel="join_past"),
-        dict(kernel="recent"),
-        dict(kernel="recent", sinks=4),
-        dict(kernel="sinks"),
-        dict(kernel="work"),
-        dict(kernel="work", sliding=True),
-        dict(kernel="portable", **two),
-        dict(kernel="fragments", d=512, tokens=128),
-        dict(kernel="past", d=512, tokens=128),
-        script="aot_cells.py",
-    )
-    for got in rows:
+    cases = COMPILED if SLOW else COMPILED[::2]
+    for got in ahead_of_time(*cases, script="aot_cells.py"):
         assert got["spills"] == 0 and got["registers"] <= 255, got
         assert got["kernel"] != "fragments" or got["copies of 16 bytes"] > 0, got

@@ -14,10 +14,10 @@ import triton.language as tl
 
 from tests.helpers import SLOW, ahead_of_time, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
-from turboquant_nb.cache.append import angles, append_by_host, first_mean
+from turboquant_nb.cache.append import append_by_host, first_mean
 from turboquant_nb.cache.store import row_tensors, tables_of
 from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import encode, encode_launch, encode_short, launcher
+from turboquant_nb.kernels import encode, encode_launch, launcher
 from turboquant_nb.kernels.launcher import Launcher
 from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
@@ -118,26 +118,25 @@ def chunks(lengths, b=1, h=2, dk=32, dv=None, dtype=torch.bfloat16, shift=0.5):
     ]
 
 
-@pytest.mark.parametrize("bk, bv", covering_pairs((1, 2, 3, 4), (3, 4, 1, 2)))
-def test_bits(bk, bv):
-    both(Recipe(Spec(bits=bk, center="prompt_mean"), Spec(bits=bv)), chunks((70, 1)))
+MEAN = "prompt_mean"
+CODES = [  # of keys and of values, head sizes, dtype, tile
+    (Spec(1, center=MEAN), Spec(3), (32, 32), torch.bfloat16, 256),
+    (Spec(2, "haar", center=MEAN), Spec(4, "haar"), (32, 48), torch.float16, 16),
+    (Spec(3, "identity", center=MEAN), Spec(1, "identity"), (96, 64), torch.float32, 64),
+    (Spec(4, scale="norm", scale_dtype="bfloat16"), Spec(2), (16, 128), torch.bfloat16, 100),
+    (Spec(3, "haar", center=MEAN), Spec(2, "haar"), (128, 80), torch.bfloat16, 64),
+    (Spec(3, codebook="uniform"), Spec(4, residual="sign"), (112, 240), torch.bfloat16, 64),
+    (Spec(4, scale="unbiased"), Spec(3, scale_dtype="float32"), (256, 16), torch.float32, 64),
+]
 
 
-@pytest.mark.parametrize(
-    "dtype, rotation",
-    covering_pairs(
-        (torch.bfloat16, torch.float16, torch.float32), ("hadamard", "haar", "identity")
-    ),
-)
-def test_dtypes_and_rotations(dtype, rotation):
-    spec = Spec(rotation=rotation, center="prompt_mean")
-    both(Recipe(spec, replace(spec, center="none", bits=4)), chunks((70,), dtype=dtype), dtype)
+@pytest.mark.parametrize("key, value, sizes, dtype, tile", CODES)
+def test_codes(key, value, sizes, dtype, tile):
+    "Whole and partial tiles of every kind of code, and a token."
+    both(Recipe(key, value), chunks((70, 1), 1, 2, *sizes, dtype=dtype), dtype, tile=tile)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    ((1, 1, 1), (62, 5), (254, 5), (200, 300), (600,), (256, 256), (63, 1, 1, 190, 2, 300)),
-)
+@pytest.mark.parametrize("lengths", ((1, 1, 1), (62, 5, 188, 2, 300), (600,), (256, 256)))
 def test_positions(lengths):
     "One token at every class of position, runs over a quarter and over tiles, whole tiles."
     both(Recipe(Spec(center="prompt_mean"), Spec(bits=2)), chunks(lengths))
@@ -147,7 +146,7 @@ def test_latents():
     """512 channels beside 64: a first chunk, its end, and steps. The mutant leaves out the last
     slice of 32 channels."""
     recipe = Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=3)
-    parts = chunks((70, 1, 5), h=1, dk=512, dv=64)
+    parts = chunks((20, 1, 5), h=1, dk=512, dv=64)
     haar = Recipe(Spec(rotation="haar"), Spec(bits=4), 2, 3)
     both(haar, chunks((20, 1), h=1, dk=400, dv=64, dtype=torch.float32), torch.float32)
     fused, _ = both(recipe, parts)
@@ -167,106 +166,79 @@ def pre_rope(d, r, base=100.0):
 
 
 @pytest.mark.parametrize(
-    "d,r,dtype",
+    "d, r, dtype, lengths",
     (
-        (32, 32, torch.bfloat16),
-        (64, 32, torch.float16),
-        (80, 80, torch.float32),
-        (128, 128, torch.bfloat16),
-        (256, 256, torch.bfloat16),
-        (256, 128, torch.float32),
-        (512, 512, torch.bfloat16),
+        (32, 32, torch.bfloat16, (150, 66)),
+        (64, 32, torch.float16, (70, 1, 5)),
+        (80, 80, torch.float32, (70, 1)),
+        (128, 128, torch.bfloat16, (140,)),
+        (256, 256, torch.bfloat16, (66, 1)),
+        (256, 128, torch.float32, (20, 3)),
+        (512, 512, torch.bfloat16, (20, 1)),
     ),
 )
-def test_pre_rope_mean(d, r, dtype):
+def test_pre_rope_mean(d, r, dtype, lengths):
     "First chunks of whole and of partly new tiles, short appends, and left padding."
     recipe, freq = pre_rope(d, r)
-    for lengths, tile in (((70, 1, 5), 64), ((150, 66), 64)):
-        parts = chunks(lengths, b=2, h=1, dk=d, dtype=dtype, shift=2.0)
-        fused, plain = (
-            KVStore(recipe, 2, 1, d, d, dtype, device=DEVICE, tile=tile, inv_freq=freq)
-            for _ in range(2)
-        )
-        for store, add in ((fused, kernel.append), (plain, plain_append)):
-            store.set_range(start=torch.tensor([0, 9]))
-            for k, v in parts:
-                add(store, k, v)
-        agree(fused, plain, parts)
-        assert (
-            torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
-        )
+    parts = chunks(lengths, b=2, h=1, dk=d, dtype=dtype, shift=2.0)
+    fused, plain = (
+        KVStore(recipe, 2, 1, d, d, dtype, device=DEVICE, tile=64, inv_freq=freq)
+        for _ in range(2)
+    )
+    for store, add in ((fused, kernel.append), (plain, plain_append)):
+        store.set_range(start=torch.tensor([0, 9]))
+        for k, v in parts:
+            add(store, k, v)
+    agree(fused, plain, parts)
+    assert torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
 
 
 def test_pre_rope_mean_of_fewer_rows_than_a_program_has():
     """One sequence, three heads: a short append has rows to spare, which must not look for a
     centre (conftest.py sees it)."""
-    recipe, freq = pre_rope(128, 128)
-    both(recipe, chunks((40, 1, 2), h=3, dk=128), inv_freq=freq)
-
-
-@pytest.mark.parametrize("rotation", ("haar", "identity"))
-def test_pre_rope_mean_with_other_rotations(rotation):
     recipe, freq = pre_rope(64, 64)
-    both(
-        replace(recipe, key=replace(recipe.key, rotation=rotation)),
-        chunks((70, 3), dk=64, shift=2.0),
-        inv_freq=freq,
-    )
+    both(recipe, chunks((20, 1, 2), h=3, dk=64), inv_freq=freq)
+
+
+def test_pre_rope_mean_with_another_rotation():
+    recipe, freq = pre_rope(64, 64)
+    haar = replace(recipe, key=replace(recipe.key, rotation="haar"))
+    both(haar, chunks((70, 3), dk=64, shift=2.0), inv_freq=freq)
 
 
 @pytest.mark.parametrize(
     "of, starts",
-    covering_pairs(
-        (
-            (32, 32, torch.bfloat16),
-            (80, 40, torch.float32),
-            (256, 128, torch.float16),
-            (512, 64, torch.bfloat16),
-        ),
-        ((0, 37), (299, 12), (0, 0)),
+    (
+        ((32, 32, torch.bfloat16), (0, 37)),
+        ((80, 40, torch.float32), (149, 12)),
+        ((256, 128, torch.float16), (0, 0)),
+        ((512, 64, torch.bfloat16), (0, 37)),
     ),
 )
 def test_fused_mean(of, starts):
-    """The mean of a first chunk against the same in fp64, with padding, few real tokens and a
-    mean that shrinks to 0. Half a step of bf16 is 2**-9 of a value; fp32 sums of 300 terms err
-    by less than 300 * 2**-24 of the largest, twice, for the sum and for the table's
-    rotation."""
+    """The mean of a first chunk is PyTorch's, bit for bit, with padding, few real tokens and a
+    mean that shrinks to 0 (tests/theory/test_centre.py holds that to fp64). The mutant
+    forgets a token."""
     d, r, dtype = of
     recipe, freq = pre_rope(d, r)
     recipe = replace(recipe, value=replace(recipe.value, center="prompt_mean"))
-    for n, shift in ((300, 2.0), (300, 0.0), (5, 1.0)):
-        begin = [min(x, n - 1) for x in starts]
+    for n, shift in ((150, 2.0), (150, 0.0), (5, 1.0)):
+        begin = torch.tensor([min(x, n - 1) for x in starts])
         x = states(2, 2, n, d, dtype, shift=shift)
         store = KVStore(recipe, 2, 2, d, dtype=dtype, device=DEVICE, inv_freq=freq)
-        store.set_range(start=torch.tensor(begin))
+        store.set_range(start=begin)
         store.cos_sin.reach(n)
         for side in store.parts:
-            y = x.double()
-            if side is store.key:
-                y = y.clone()
-                cos, sin = angles(store, 0, n).double().chunk(2, -1)
-                a, b = y[..., : r // 2].clone(), y[..., r // 2 : r].clone()
-                y[..., : r // 2], y[..., r // 2 : r] = a * cos + b * sin, b * cos - a * sin
             got = kernel_mean.fused_mean(store, side, x)
-            same(got.view(torch.int16), first_mean(store, side, x).view(torch.int16))
+            want = first_mean(store, side, x)
+            same(got.view(torch.int16), want.view(torch.int16))
             assert got.dtype == torch.bfloat16 and got.shape == (2, 2, 1, d)
-            for i, first in enumerate(begin):
-                real = y[i, :, first + recipe.sinks :]
-                count, mean = real.shape[1], real.mean(1)
-                if count < 2:
-                    assert not got[i].any()
-                    continue
-                noise = (real - mean[:, None]).square().sum((1, 2)) / (count - 1) / count
-                keep = (1 - noise / mean.square().sum(-1)).clamp(min=0)[:, None]
-                bound = 2**-8 * (mean * keep).abs() + 1200 * 2**-24 * real.abs().amax()
-                assert ((got[i, :, 0].double() - mean * keep).abs() <= bound).all()
-                wrong = y[i].mean(1)  # the mutant: padding and sinks counted
-                assert ((wrong - mean * keep).abs() > bound).any()
+            if shift > 1:
+                assert not torch.equal(got, first_mean(store, side, x[:, :, :-1]))
 
 
 @pytest.mark.parametrize(
-    "n, dtype",
-    covering_pairs((1, 63, 64, 65, 300, 600), (torch.bfloat16, torch.float16, torch.float32)),
+    "n, dtype", covering_pairs((1, 64, 150), (torch.bfloat16, torch.float16, torch.float32))
 )
 def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
     """Alone, and padded in a batch of four, one mean and one code, bit for bit, of PyTorch and
@@ -279,7 +251,9 @@ def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
     def coded(add, rows, pad, **more):
         row, store = (
             rows // 2,
-            KVStore(recipe, rows, 1, 32, dtype=dtype, device=DEVICE, inv_freq=freq, **more),
+            KVStore(
+                recipe, rows, 1, 32, dtype=dtype, device=DEVICE, tile=64, inv_freq=freq, **more
+            ),
         )
         start = torch.full((rows,), pad // 2)
         start[row] = pad
@@ -330,14 +304,14 @@ def test_head_transforms(dtype, center):
     freq = {"inv_freq": pre_rope(64, 64)[1]} if center == "pre_rope" else {}
     both(
         transformed(3, 64, center=center),
-        chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0),
+        chunks((40, 1, 18, 5, 70), b=2, h=3, dk=64, dtype=dtype, shift=2.0),
         dtype,
-        tile=128,
+        tile=64,
         **freq,
     )
 
 
-@pytest.mark.parametrize("d", (16, 80, 128, 256))
+@pytest.mark.parametrize("d", (16, 80, 256))
 def test_maps_of_other_sizes(d):
     both(transformed(2, d, center="prompt_mean", bits=4), chunks((70, 2), dk=d), ties=2e-2)
 
@@ -385,8 +359,7 @@ def captured(store, k, v):
 @pytest.mark.parametrize(
     "lengths, center",
     covering_pairs(
-        ((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)),
-        ("pre_rope", "none", "prompt_mean"),
+        ((20, 1, 50), (1, 1, 64, 1), (3, 60, 66)), ("pre_rope", "none", "prompt_mean")
     ),
 )
 def test_where_the_device_counts(center, lengths):
@@ -406,7 +379,8 @@ def test_where_the_device_counts(center, lengths):
         32,
         dtype=torch.bfloat16,
         device=DEVICE,
-        max_length=400,
+        tile=64,
+        max_length=200,
         static=static,
         inv_freq=freq,
     )
@@ -418,7 +392,7 @@ def test_where_the_device_counts(center, lengths):
     torch._dynamo.reset()
     compiled = (
         [torch.compile(kernel.append, fullgraph=True, backend="eager")]
-        if center == "pre_rope" and lengths[0] == 100
+        if center == "pre_rope"
         else []
     )
     for add in (kernel.append, captured, *compiled):
@@ -442,13 +416,13 @@ def test_where_the_device_counts(center, lengths):
 def test_a_step_makes_room_and_stays_short(center, monkeypatch):
     """A token that begins a tile, and needs cosines that are not there: tiles are added, and it
     is taken as every other. Where memory runs out nothing has changed."""
-    recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(64, 64)[1]
-    make = lambda: KVStore(recipe, 1, 2, 64, dtype=torch.bfloat16, device=DEVICE, inv_freq=freq)
-    store, plain = make(), make()
-    first, *steps = parts = chunks((256, 1, 1, 2), b=1, dk=64, shift=1.0)
+    recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(32, 32)[1]
+    more = dict(dtype=torch.bfloat16, device=DEVICE, tile=64, inv_freq=freq)
+    store, plain = (KVStore(recipe, 1, 2, 32, **more) for _ in range(2))
+    first, *steps = parts = chunks((64, 1, 2), b=1, shift=1.0)
     kernel.append(store, *first)
     kernel.append(plain, *first)
-    assert store.capacity == 256
+    assert store.capacity == 64
     with monkeypatch.context() as patch:
 
         def full(*args, **kwargs):
@@ -457,14 +431,14 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
         patch.setattr(kernel, "_make_room", full)
         with pytest.raises(torch.OutOfMemoryError):
             kernel.append(store, *steps[0])
-    assert store.length == store.capacity == 256
+    assert store.length == store.capacity == 64
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "append_by_host", lambda *args: pytest.fail("the long way"))
         for k, v in steps:
             kernel.append(store, k, v)
     for k, v in steps:
         plain_append(plain, k, v)
-    assert store.capacity > 256
+    assert store.capacity > 64
     agree(store, plain, parts)
 
 
@@ -535,11 +509,10 @@ def test_cuda_graph(center):
     agree(store, plain, [first, *parts])
 
 
-@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
-def test_a_captured_step_that_does_not_fit(center):
+def test_a_captured_step_that_does_not_fit():
     "No code is written, the last token becomes NaN, and `sync` says so once."
     store = KVStore(
-        Recipe(Spec(center=center), Spec()),
+        Recipe(Spec(center="pre_rope"), Spec()),
         1,
         2,
         32,
@@ -574,7 +547,7 @@ def test_a_captured_step_that_does_not_fit(center):
     assert store.sync() == 104 and not store.read()[0].isnan().any()
 
 
-@pytest.mark.parametrize("first", (0, 1, 63, 64, 127, 128, 191, 192, 255, 256))
+@pytest.mark.parametrize("first", (0, 63, 64, 191, 255, 256))
 def test_one_token_leaves_others_alone(first):
     "Planes full of random codes change in the slots of one token only."
     recipe = Recipe(Spec(bits=3), Spec(bits=4), sinks=0, recent=0)
@@ -606,35 +579,11 @@ def test_one_token_leaves_others_alone(first):
         )
 
 
-@pytest.mark.parametrize(
-    "dk,dv", ((16, 48), (64, 80), (96, 64), (112, 240), (128, 128), (256, 16))
-)
-def test_head_sizes(dk, dv):
-    both(preset("k4v3"), chunks((66,), dk=dk, dv=dv, h=1))
-
-
-@pytest.mark.parametrize(
-    "scale, kind",
-    covering_pairs(("mse", "norm", "unbiased"), ("float16", "bfloat16", "float32")),
-)
-def test_scales(scale, kind):
-    both(
-        Recipe(
-            Spec(scale=scale, scale_dtype=kind), Spec(bits=2, scale=scale, scale_dtype=kind)
-        ),
-        chunks((40,)),
-    )
-
-
-def test_tables_and_sign_residual():
-    both(Recipe(Spec(bits=4, codebook="uniform"), Spec(bits=3, residual="sign")), chunks((40,)))
-
-
 CHAIN = "trellis"
 WINDOWS = [  # of keys and values: bits, name; head size, centre of keys, scale, tokens, static
-    ((2, CHAIN), (2, CHAIN), 64, "pre_rope", "mse", 2, False),
+    ((2, CHAIN), (2, CHAIN), 32, "pre_rope", "mse", 1, False),
     ((3, "sphere"), (2, CHAIN), 64, "prompt_mean", "mse", 1, True),
-    ((3, CHAIN), (4, "sphere"), 128, "none", "unbiased", 2, False),
+    ((3, CHAIN), (4, "sphere"), 16, "none", "unbiased", 2, False),
     ((1, CHAIN), (1, CHAIN), 80, "none", "norm", 1, False),
     ((3, CHAIN), (3, CHAIN), 16, "none", "mse", 2, True),
 ]
@@ -677,22 +626,17 @@ def test_states_that_codes_by_windows_cannot_hold():
     "Flags go up as with tables; zeros have scale zero."
     side = Spec(2, codebook=CHAIN)
     make = lambda: KVStore(
-        Recipe(side, side), 1, 1, 64, device=DEVICE, tile=64, max_length=20, static=True
+        Recipe(side, side), 1, 1, 16, device=DEVICE, tile=64, max_length=20, static=True
     )
     for bad in (float("nan"), float("inf"), 1e30):
         store = make()
-        kernel.append(store, *torch.randn(2, 1, 1, 9, 64, device=DEVICE))
-        x = torch.zeros(1, 1, 1, 64, device=DEVICE)
+        kernel.append(store, *torch.randn(2, 1, 1, 9, 16, device=DEVICE))
+        x = torch.zeros(1, 1, 1, 16, device=DEVICE)
         kernel.append(store, x, x)
         assert store.sync() == 10 and not store.coded("key", 9, 10).scale.any()
         kernel.append(store, x, x.clone().fill_(bad))
         with pytest.raises(ValueError, match="v"):
             store.sync()
-
-
-@pytest.mark.parametrize("tile", (16, 100))
-def test_tiles(tile):
-    both(preset("k3v3"), chunks((7, 60), h=1, b=2), tile=tile)
 
 
 def test_strides():
@@ -708,12 +652,12 @@ def test_strides():
 def test_decay_evict_crop():
     "Planes without their first tiles, and a write after crop over old codes."
     recipe = Recipe(Spec(bits=3), Spec(bits=4), decay=64)
-    parts = chunks((300, 300, 5))
+    parts = chunks((150, 100, 5))
     fused, plain = both(recipe, parts, tile=64)
     for store in (fused, plain):
         assert store.key.memory.truncated_tiles > 0
         store.crop(30)
-        store.evict(200)
+        store.evict(100)
     more = chunks((50,), shift=0)
     kernel.append(fused, *more[0])
     plain.append(*more[0])
@@ -748,31 +692,28 @@ def test_refused_states_leave_the_store(n, wait):
     store = KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE)
     kernel.append(store, x, x)
     before = [t.clone() for t in store.read()]
-    for bad, said in BAD:
+    for i, (bad, said) in enumerate(BAD):
         y = x.clone()
         y[0, 1, 3] = bad
-        for k, v in ((x, y), (y, x)):
-            with pytest.raises(ValueError, match=said):
-                kernel.append(store, k, v, wait=wait)
+        with pytest.raises(ValueError, match=said):
+            kernel.append(store, *((x, y) if i % 2 else (y, x)), wait=wait)
         assert store.length == n and all(
             torch.equal(a, b) for a, b in zip(before, store.read())
         )
 
 
-ASKED = [
-    (n, wait, side)
-    for n, wait in ((8, None), (8, False), (70, False), (300, False))
-    for side in (0, 1)
-]
-
-
 @pytest.mark.parametrize(
-    "asked, bad", covering_pairs(ASKED, [bad for bad, _ in (*BAD, *reversed(BAD))])
+    "n, wait, side, bad",
+    (
+        (8, None, 0, torch.inf),
+        (8, False, 1, torch.nan),
+        (70, False, 0, 3e6),
+        (300, False, 1, 3e38),
+    ),
 )
-def test_states_taken_without_waiting(asked, bad):
+def test_states_taken_without_waiting(n, wait, side, bad):
     """A short append, and a long one that may not wait, takes what it is given; attention to it
     is NaN, and `sync` raises once. What is right is coded as ever."""
-    n, wait, side = asked
     x = states(1, 2, n, 32, torch.float32)
     store, waits = (KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE) for _ in range(2))
     for s in (store, waits):
@@ -932,52 +873,6 @@ LIMITS = [
 LIMITS = LIMITS if SLOW else LIMITS[::4]
 
 
-def names_of(fields, side):
-    """The kernel's names of one side's arguments: K or k before those of keys, V or v before
-    those of values."""
-    return [(side.upper() if name[0].isupper() else side) + name for name in fields]
-
-
-def test_arguments_stand_where_the_kernels_have_them():
-    """Sides are handed over by position: their fields are the kernels' parameters. The mutant:
-    two fields change places."""
-    for side, f, rest in (
-        (
-            encode_launch.ShortSide,
-            encode_short._short_kernel,
-            [
-                "START",
-                "COS_SIN",
-                "POSITION",
-                "FLAG",
-                "heads",
-                "rows",
-                "first",
-                "base",
-                "n",
-                "tiles",
-                "limit",
-                "KC",
-                "VC",
-                "sinks",
-                "ring",
-                "R",
-                "M",
-                "STATIC",
-                "WIDE",
-                "STEP",
-            ],
-        ),
-        (encode_launch.LongSide, encode._encode_kernel, None),
-    ):
-        names, fields = list(f.arg_names), list(side._fields)
-        want = names_of(fields, "k") + names_of(fields, "v")
-        assert names[: len(want)] == want
-        assert rest is None or names[len(want) :] == rest
-        fields[1], fields[2] = fields[2], fields[1]
-        assert names[: len(want)] != names_of(fields, "k") + names_of(fields, "v")
-
-
 def test_addresses_are_those_of_the_tensors():
     """What a compiled kernel is given is what Triton was given the first time, tensors as
     addresses."""
@@ -1032,7 +927,7 @@ def test_a_short_append_reads_before_it_writes(compiled):
 
 def test_the_kernel_of_a_mean_is_compiled_at_once():
     "Of sums by `tl.split` the compiler was not through in minutes at 256 channels."
-    sizes, before = [{"mean": d} for d in (64, 128, 256, 512)], os.times().children_user
+    sizes, before = [{"mean": d} for d in (256, 512)], os.times().children_user
     for used in ahead_of_time(*sizes, script="aot_encode.py"):
         assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 64 << 10
     assert os.times().children_user - before < 60  # seconds

@@ -29,18 +29,9 @@ def filled(device="cpu", **kwargs):
     return store, torch.randn(2, 8, 3, 64, generator=g).to(device)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        dict(),
-        dict(sliding_window=50),
-        dict(softcap=20.0),
-        dict(causal=False),
-        dict(scaling=0.3),
-    ],
-)
-def test_auto_is_the_reference_on_a_cpu(call):
+def test_auto_is_the_reference_on_a_cpu():
     store, q = filled()
+    call = dict(sliding_window=50, softcap=20.0, scaling=0.3)
     got, want = ops.attend(q, store, **call), attention.attend(q, store, **call)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
 
@@ -60,21 +51,15 @@ def test_a_named_backend_gives_its_reason(call, why):
         ops.attend(q, store, backend="triton", **call)
 
 
-@pytest.mark.skipif(CUDA, reason="a device could serve")
-def test_without_a_device_the_reason_is_about_devices_or_triton():
-    store, q = filled()
-    why = ops.explain(q, store)["triton"]
-    assert "Triton" in why or "CUDA" in why or "cpu" in why, why
-
-
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
     answers = ops.explain(q, store)
     assert [*answers] == ["triton", "flash", "cpu", "blocks", "torch"]
     assert not answers["torch"]
+    assert CUDA or "Triton" in answers["triton"] or "cpu" in answers["triton"], answers
 
 
-@pytest.mark.parametrize("backend", ["cuda", "", None])
+@pytest.mark.parametrize("backend", ["cuda", None])
 def test_unknown_names(backend):
     store, q = filled()
     with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', "):
@@ -83,9 +68,7 @@ def test_unknown_names(backend):
         ops.append(store, q[:, :2], q[:, :2], backend=backend)
 
 
-@pytest.mark.parametrize(
-    "recipe", [dict(), dict(residual="prod"), dict(key=Spec(bits=2.5)), dict(decay=256)]
-)
+@pytest.mark.parametrize("recipe", [dict(residual="prod"), dict(key=Spec(bits=2.5), decay=256)])
 def test_append_leaves_the_state_of_the_store(recipe):
     (a, _), (b, _) = filled(**recipe), filled(**recipe)
     k, v = torch.randn(2, 2, 70, 64), torch.randn(2, 2, 70, 64)
@@ -107,18 +90,6 @@ def test_append_by_a_kernel_that_cannot(recipe, why):
     assert store.length == 300
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_refused_append_changes_nothing(bad):
-    store, q = filled()
-    before = {n: t.clone() for n, t in store.key.tensors.items()}
-    k = torch.full((2, 2, 5, 64), bad)
-    with pytest.raises(ValueError):
-        ops.append(store, k, k)
-    assert store.length == 300 and all(
-        torch.equal(t, before[n]) for n, t in store.key.tensors.items()
-    )
-
-
 def close(got, want, limit=1e-5):
     assert (got[0] - want[0]).abs().max() <= limit and (got[1] - want[1]).abs().max() <= limit
 
@@ -126,12 +97,17 @@ def close(got, want, limit=1e-5):
 # --- long chunks
 # -----------------------------------------------------------------------------------
 
-CHUNKS = [
-    dict(),
-    dict(sliding_window=20),
-    dict(sliding_window=120),
-    dict(sliding_window=400),
-    dict(scaling=0.3),
+CHUNKS = [  # of a recipe, a call, and where two sequences begin
+    ("plain", dict(sliding_window=400), (0, 0)),
+    ("plain", dict(sliding_window=120), (299, 310)),
+    ("mean", dict(sliding_window=20), (0, 130)),
+    ("qjl", dict(sliding_window=120), (0, 130)),
+    ("bits", dict(), (299, 310)),
+    ("decay", dict(sliding_window=120), (0, 130)),
+    ("exact", dict(sliding_window=20), (299, 310)),
+    ("exact", dict(scaling=0.3), (0, 0)),
+    ("pre_rope", dict(), (299, 310)),
+    ("pre_rope", dict(sliding_window=400), (0, 130)),
 ]
 KINDS = {
     "plain": Recipe(),
@@ -144,10 +120,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("call", CHUNKS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("start", [(0, 0), (0, 130), (299, 310)])
-def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
+@pytest.mark.parametrize("kind, call, start", CHUNKS)
+def test_long_chunks_are_the_reference(kind, call, start, monkeypatch):
     """Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows
     that see nothing give 0 and -inf."""
     monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * 128)
@@ -168,8 +142,10 @@ def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
     assert torch.allclose(got[1][seen], want[1][seen], atol=2e-5) and not got[0][~seen].any()
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("call", [dict(), dict(sliding_window=100)])
+@pytest.mark.parametrize(
+    "dtype, limit, call",
+    [(torch.bfloat16, 1e-2, {}), (torch.float16, 2e-3, dict(sliding_window=100))],
+)
 def test_long_chunks_in_half_precision(dtype, limit, call):
     device = "cuda" if CUDA else "cpu"
     new = lambda h, n: torch.randn(
@@ -234,9 +210,7 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds(monkeypatch):
 @pytest.mark.parametrize(
     "change, served",
     [
-        (dict(), ON_CPU),
-        (dict(sliding_window=50), ON_CPU),
-        (dict(softcap=20.0), ON_CPU),
+        (dict(sliding_window=50, softcap=20.0), ON_CPU),
         (dict(causal=False), ON_CPU),
         (dict(first=7), "torch"),
         (dict(mask=torch.ones(2, 1, 1, 300, dtype=torch.bool)), "torch"),
@@ -281,8 +255,17 @@ def in_fp64(q, store, k, v, latent=False, ends=True):
 
 @torch.no_grad()
 # queries, and whether their exact keys and values come along
-@pytest.mark.parametrize("n, given", ((1, False), (1, True), (5, True), (40, True)))
-@pytest.mark.parametrize("latent", (False, True))
+@pytest.mark.parametrize(
+    "latent, n, given",
+    (
+        (False, 1, False),
+        (False, 1, True),
+        (False, 5, True),
+        (False, 40, True),
+        (True, 1, False),
+        (True, 40, True),
+    ),
+)
 def test_every_backend_serves_ends_of_sequences_or_says_why_not(latent, n, given):
     """Sequences that end with the store, within the last chunk and before it, and one that is
     empty. Who takes no notice of ends is off by the size of what is right."""
@@ -346,19 +329,6 @@ def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
     close(ops.attend(q, store), attention.attend(q, store))
 
 
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("call", [dict(), dict(sliding_window=50), dict(softcap=20.0)])
-def test_triton_agrees_on_a_gpu(call):
-    store, q = filled("cuda", key=Spec(center="prompt_mean"))
-    assert not ops.explain(q, store, **call)["triton"]
-    got, want = (
-        ops.attend(q, store, backend="triton", **call),
-        attention.attend(q, store, **call),
-    )
-    assert (got[0] - want[0]).norm() <= 1e-3 * want[0].norm()
-    assert (got[1] - want[1]).abs().max() < 1e-2
-
-
 @pytest.mark.skipif(
     not CUDA and not ops.launch.is_interpreted(), reason="needs a GPU or Triton's interpreter"
 )
@@ -385,25 +355,6 @@ def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
     error = lambda x: float((got - x).norm() / x.norm())
     assert len(calls) == 1 and error(want) <= 1e-3 and (lse - want_lse).abs().max() < 1e-3
     assert error(attention.attend(q, store, tail.key, tail.value, recent=5)[0]) > 3e-3
-
-
-@pytest.mark.parametrize("recent,start", ((0, None), (16, [0, 37]), (16, None)))
-def test_a_range_is_read_as_a_part_of_the_whole(recent, start):
-    """`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens
-    of other blocks stay out. The mutant is the next range."""
-    g = torch.Generator().manual_seed(0)
-    store = KVStore(
-        Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=4, recent=recent), 2, 2, 64
-    )
-    if start is not None:
-        store.set_range(start=torch.tensor(start))
-    for n in (290, 10):
-        store.append(*torch.randn(2, 2, 2, n, 64, generator=g))
-    whole = store.read()
-    for first, last in ((0, 5), (3, 128), (128, 290), (280, 299), (0, 300)):
-        for part, x in zip(store.read(first, last), whole):
-            torch.testing.assert_close(part, x[:, :, first:last], rtol=0, atol=1e-6)
-        assert not torch.equal(store.read(first, last - 1)[0], whole[0][:, :, first + 1 : last])
 
 
 class Dense(attention.Backend):
@@ -449,7 +400,8 @@ def test_a_backend_added_in_one_place_serves_a_whole_model(backend, monkeypatch)
 
 @pytest.mark.parametrize("missing", ["triton", "triton.experimental.gluon"])
 def test_kernels_are_imported_without_triton(missing):
-    "Every module of the folder, in a process that cannot import it; PyTorch attends."
+    """Every module of the folder, in a process that cannot import it; PyTorch attends, and who
+    asks for a kernel is told how to install it."""
     code = f"""
 import importlib, pkgutil, sys
 class Missing:
@@ -462,16 +414,19 @@ for x in pkgutil.iter_modules(kernels.__path__):
     importlib.import_module('turboquant_nb.kernels.' + x.name)
 store = KVStore('k3v3', 1, 1, 64)
 store.append(*torch.randn(2, 1, 1, 20, 64))
-kernels.ops.attend(torch.randn(1, 2, 1, 64), store)
+q = torch.randn(1, 2, 1, 64)
+kernels.ops.attend(q, store)
+print(kernels.launch.refuses(kernels.ops.Call.of(q, store)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+    told = 'Triton is not installed: pip install "turboquant-nb[triton] @ git+'
+    assert done.stdout.startswith(told) == (missing == "triton"), done.stdout
 
 
-@pytest.mark.parametrize("n", (33, 40))
-def test_a_long_chunk_sees_no_past_beyond_its_window(n):
-    "Windows that are shorter than the chunk, a past in one block. Kills: no bias for it."
-    g = torch.Generator().manual_seed(n)
+def test_a_long_chunk_sees_no_past_beyond_its_window():
+    "A window that is shorter than the chunk, a past in one block. Kills: no bias for it."
+    n, g = 33, torch.Generator().manual_seed(33)
     store = KVStore(Recipe(Spec(4), Spec(4), sinks=0, recent=0), 1, 2, 16)
     q, k, v = (torch.randn(1, h, 300 + n, 16, generator=g) for h in (4, 2, 2))
     store.append(k[:, :, :300], v[:, :, :300])
