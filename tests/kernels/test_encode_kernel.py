@@ -17,11 +17,9 @@ from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.append import append_by_host, first_mean
 from turboquant_nb.cache.store import row_tensors, tables_of
 from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import encode, encode_launch, launcher
-from turboquant_nb.kernels.launcher import Launcher
+from turboquant_nb.kernels import encode, encode_launch
 from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
-from turboquant_nb.cache.packing import pack, unpack
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe, preset
@@ -325,6 +323,15 @@ def test_maps_of_a_static_store():
         KVStore(recipe, 1, 3, 32)
 
 
+def codes_apart(fused, plain):
+    "Share of codes of two stores that differ."
+    held = [
+        torch.cat([s.coded(x, s.offset, s.length).codes for x in ("key", "value")])
+        for s in (fused, plain)
+    ]
+    return float((held[0] != held[1]).float().mean())
+
+
 def test_pre_rope_mean_after_evict_crop_and_growth():
     """Positions go on where tiles were freed, and the table of cosines and sines grows on the
     way."""
@@ -335,16 +342,10 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
         store.evict(70)
         store.crop(3)
     assert plain.offset == 64
-    more = chunks((1, 40, 2), h=1, shift=2.0)
-    for k, v in more:
+    for k, v in chunks((1, 40, 2), h=1, shift=2.0):
         kernel.append(fused, k, v)
         plain.append(k, v)
-    for name in ("key", "value"):
-        a, b = (
-            fused.coded(name, fused.offset, fused.length),
-            plain.coded(name, plain.offset, plain.length),
-        )
-        assert (a.codes != b.codes).float().mean() < 1e-3
+    assert codes_apart(fused, plain) < 1e-3
     right = plain.read()[0].float()[:, :, -20:-16]
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() < 0.05
     fused.start.add_(20)  # the mutant: rotated by twenty positions too few
@@ -442,36 +443,6 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
     agree(store, plain, parts)
 
 
-def test_a_kernel_is_searched_for_once(monkeypatch):
-    """The first launch is Triton's search; what is of the same kind is launched by the compiled
-    kernel; another kind is searched for again."""
-    monkeypatch.setattr(launcher, "READY", {})
-    searched, launched = [], []
-
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: launched.append((grid, args))
-
-    class Kernel:
-        fn = staticmethod(lambda X, OUT, step, n, N: None)
-        fn.__func__.__annotations__["N"] = "constexpr"
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: (searched.append((grid, args)), Compiled())[1]
-
-    named = dict(X=torch.zeros(8), OUT=torch.ones(8), step=2, n=5, N=16)
-    by_name = Launcher(Kernel())
-    for n, size in ((5, 5), (9, 7)):
-        by_name(size, named | dict(n=n), {}, num_warps=1)
-    ((grid, args),) = launched
-    assert grid == (7, 1, 1) and args[0] is named["X"] and args[2:] == (2, 9, 16)
-    assert len(searched) == 1 and searched[0][1][0] is named["X"]
-    elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
-    for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
-        by_name(7, named | new, {}, num_warps=warps)
-    assert len(searched) == 4 and len(launched) == 1
-
-
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 @pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
 def test_cuda_graph(center):
@@ -547,38 +518,6 @@ def test_a_captured_step_that_does_not_fit():
     assert store.sync() == 104 and not store.read()[0].isnan().any()
 
 
-@pytest.mark.parametrize("first", (0, 63, 64, 191, 255, 256))
-def test_one_token_leaves_others_alone(first):
-    "Planes full of random codes change in the slots of one token only."
-    recipe = Recipe(Spec(bits=3), Spec(bits=4), sinks=0, recent=0)
-    store = KVStore(recipe, 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=512)
-    gen, before = torch.Generator().manual_seed(1), {}
-    for name, side in (("key", store.key), ("value", store.value)):
-        layout = side.memory.groups[0].layout
-        before[name] = torch.randint(
-            0, 2**layout.bits, (1, 2, 512, 32), dtype=torch.uint8, generator=gen
-        ).to(DEVICE)
-        for n, p in zip(side.memory.groups[0].names, pack(before[name], layout)):
-            side.tensors[n].copy_(p)
-        side.tensors["scale"].fill_(7)
-    k, v = states(1, 2, 1, 32), states(1, 2, 1, 32, seed=1)
-    encode_launch.encode_append(store, k, v, first)
-    for name, side, x in (("key", store.key, k), ("value", store.value, v)):
-        codes = unpack(
-            [side.tensors[n] for n in side.memory.groups[0].names], side.memory.groups[0].layout
-        )
-        want = side.q.encode(x)
-        assert not (
-            (codes[:, :, first : first + 1] != want.codes) & ~near_edges(side, x, None)
-        ).any()
-        others = torch.arange(512) != first
-        assert torch.equal(codes[:, :, others], before[name][:, :, others])
-        scale = side.tensors["scale"].flatten(2)
-        assert (scale[:, :, others] == 7).all() and torch.allclose(
-            scale[:, :, first : first + 1].float(), want.scale.float(), rtol=1e-3
-        )
-
-
 CHAIN = "trellis"
 WINDOWS = [  # of keys and values: bits, name; head size, centre of keys, scale, tokens, static
     ((2, CHAIN), (2, CHAIN), 32, "pre_rope", "mse", 1, False),
@@ -650,23 +589,17 @@ def test_strides():
 
 
 def test_decay_evict_crop():
-    "Planes without their first tiles, and a write after crop over old codes."
+    "Planes without their first tiles, and writes after a crop over old codes."
     recipe = Recipe(Spec(bits=3), Spec(bits=4), decay=64)
-    parts = chunks((150, 100, 5))
-    fused, plain = both(recipe, parts, tile=64)
+    fused, plain = both(recipe, chunks((150, 100, 5)), tile=64)
     for store in (fused, plain):
         assert store.key.memory.truncated_tiles > 0
         store.crop(30)
         store.evict(100)
-    more = chunks((50,), shift=0)
-    kernel.append(fused, *more[0])
-    plain.append(*more[0])
-    for name in ("key", "value"):
-        a, b = (
-            fused.coded(name, fused.offset, fused.length),
-            plain.coded(name, plain.offset, plain.length),
-        )
-        assert (a.codes != b.codes).float().mean() < 1e-4
+    for k, v in chunks((1, 50), shift=0):
+        kernel.append(fused, k, v)
+        plain.append(k, v)
+    assert codes_apart(fused, plain) < 1e-4
 
 
 def test_zero_vectors_and_outliers():
@@ -787,11 +720,8 @@ def test_flags_go_up_and_nothing_beside_them(way):
 
 def test_refusals():
     for recipe, args, why in (
-        (preset("k3v3"), (72,), "multiple of 16"),
         (preset("k3v3"), (528,), "up to 512"),
-        (Recipe(key=Spec(bits=2.5)), (64,), "keys: bits must be one integer"),
-        (Recipe(value=Spec(bits=(3,) * 64)), (64,), "values: bits"),
-        (Recipe(residual="prod"), (64,), "QJL"),
+        (Recipe(value=Spec(bits=(3,) * 64)), (64,), "values: bits must be one integer"),
         (preset("k3v3"), (64, None, torch.float64), "dtype"),
         (preset("k3v3"), (64, None, torch.bfloat16, DEVICE, 70000), "65535"),
     ):
@@ -811,66 +741,42 @@ def test_a_half_of_a_head_has_as_many_lanes_as_a_power_of_two(d, lanes):
 
 
 def test_bad_arguments():
-    store = KVStore(
-        preset("k3v3"), 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, max_length=256
+    "What chapter 40 does not show."
+    make = lambda recipe, **more: KVStore(
+        recipe, 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, **more
     )
-    x = states(1, 2, 4, 32)
-    with pytest.raises(ValueError, match="k must be torch.bfloat16 on .* like the store"):
-        encode_launch.encode_append(store, x.double(), x, 0)
-    with pytest.raises(ValueError, match="v must have shape"):
-        encode_launch.encode_append(store, x, x[..., :24], 0)
+    store, x = make("k3v3", max_length=256), states(1, 2, 4, 32)
     with pytest.raises(ValueError, match="equally many tokens, got 4 and 3"):
         encode_launch.encode_append(store, x, x[:, :, :3], 0)
-    for first in (-1, 254):
-        with pytest.raises(ValueError, match=f"tokens must lie in .0, 256., got {first}"):
-            encode_launch.encode_append(store, x, x, first)
-    odd = KVStore(
-        Recipe(Spec(center="pre_rope"), Spec(), 0, 0),
-        1,
-        2,
-        32,
-        dtype=torch.bfloat16,
-        device=DEVICE,
-        max_length=512,
-        inv_freq=100.0 ** (-torch.arange(16) / 16),
-    )
+    with pytest.raises(ValueError, match="tokens must lie in .0, 256., got -1"):
+        encode_launch.encode_append(store, x, x, -1)
+    recipe, freq = pre_rope(32, 32)
+    odd = make(replace(recipe, sinks=0, recent=0), max_length=512, inv_freq=freq)
     odd.cos_sin.table = odd.cos_sin.table[:256]
     with pytest.raises(ValueError, match="for 304 positions; got 256"):
         encode_launch.encode_append(odd, x, x, 300)
     with pytest.raises(ValueError, match="cannot serve"):
-        kernel.append(
-            KVStore(Recipe(residual="prod"), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE),
-            x,
-            x,
-        )
+        kernel.append(make(Recipe(residual="prod")), x, x)
 
 
 # (what is compiled, most registers a thread, most bytes of spills a thread, most kB of shared
 # memory)
-LIMITS = [
+LIMITS = [  # (others, to the register: tests/golden/kernels.json)
     ({"capability": 80}, 168, 320, 64),
-    ({"capability": 80, "n": 1}, 168, 0, 48),
     ({"capability": 80, "d": 256}, 255, 256, 99),
     ({"capability": 80, "r": 128}, 255, 64, 99),
-    ({"capability": 90}, 255, 16, 99),
-    ({"capability": 90, "bits": [4, 4]}, 255, 16, 99),
-    ({"capability": 90, "n": 1}, 168, 0, 48),
+    ({"capability": 80, "n": 1}, 168, 0, 48),
     ({"capability": 90, "n": 1, "d": 256}, 168, 64, 99),
-    ({"capability": 90, "d": 64}, 168, 0, 50),
-    ({"capability": 90, "d": 256}, 255, 64, 200),
     ({"capability": 90, "n": 1, "d": 512, "dv": 64, "bits": [3, 4]}, 255, 0, 48),
     ({"capability": 90, "d": 512, "dv": 64, "bits": [3, 4], "whole": False}, 255, 0, 48),
     ({"capability": 90, "d": 512, "r": 512, "whole": False}, 255, 0, 48),
     ({"capability": 80, "d": 512, "r": 512, "parts": 3, "n": 1}, 255, 64, 99),
-    ({"capability": 90, "parts": 3, "whole": False}, 255, 64, 99),
-    ({"capability": 90, "r": 128}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),
-    ({"capability": 90, "r": 128, "transform": True}, 168, 0, 99),
-    ({"capability": 90, "n": 1, "r": 128, "transform": True}, 168, 0, 48),
     ({"capability": 90, "n": 1, "bits": [2, 2], "step": 1}, 168, 0, 48),
+    ({"capability": 90, "r": 128, "transform": True}, 168, 0, 99),
     ({"capability": 90, "n": 1, "bits": [3, 3], "step": 2, "static": True}, 168, 0, 8),
 ]
-LIMITS = LIMITS if SLOW else LIMITS[::4]
+LIMITS = LIMITS if SLOW else LIMITS[::3]
 
 
 def test_addresses_are_those_of_the_tensors():
