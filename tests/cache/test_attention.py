@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
+from tests.cache.test_store import random_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -111,47 +111,6 @@ def compare(got, want, dtype):
     assert float((lse.double() - want[1])[seen].abs().max() if seen.any() else 0) < 1e-4
 
 
-def draw(rng, d, dv):
-    "Any bits and residuals; decay where there is something to drop."
-
-    def spec(d, *centers):
-        bits = rng.choice(
-            (
-                1,
-                2,
-                3,
-                4,
-                2,
-                3,
-                4,
-                rng.randint(1, 3) + rng.randint(1, d - 1) / d,
-                tuple(rng.randint(1, 4) for _ in range(d)),
-            )
-        )
-        residual = (
-            rng.choice(("none", "sign", "qjl"))
-            if isinstance(bits, int) and bits > 1
-            else "none"
-        )
-        return Spec(
-            bits,
-            rng.choice(("hadamard", "haar", "identity")),
-            0,
-            rng.choice(("norm", "mse", "unbiased")),
-            "sphere",
-            rng.choice(("none", "prompt_mean", *centers)),
-            residual=residual,
-        )
-
-    recipe = Recipe(
-        spec(d, "pre_rope", "pre_rope"), spec(dv), rng.choice((0, 1, 4)), rng.choice((0, 3, 10))
-    )
-    try:
-        return replace(recipe, decay=rng.choice((None, 4, 20)))
-    except ValueError:
-        return recipe
-
-
 @pytest.mark.parametrize("block", range(6))
 def test_random_configurations(block):
     """6 x 20 of them: groups, sizes, padding, ends, windows, caps, masks per head, chunks,
@@ -170,7 +129,7 @@ def test_random_configurations(block):
             else None
         )
         store, k, v = filled(
-            draw(rng, d, dv),
+            random_recipe(rng, d, dv),
             batch,
             heads,
             d,

@@ -62,12 +62,14 @@ def test_any_part_of_a_store_is_read_as_the_whole_is(start):
                     same(x, y[:, :, first:last].contiguous())
 
 
-@pytest.mark.parametrize("static", (False, True))
-@pytest.mark.parametrize("crop", (1, 2, 3))
-def test_what_is_left_of_a_tail_ends_with_the_store(static, crop):
+@pytest.mark.parametrize(
+    "recent, crop, static",
+    ((4, 1, True), (4, 2, False), (4, 3, True), (0, 1, False), (1, 1, False), (2, 2, False)),
+)
+def test_what_is_left_of_a_tail_ends_with_the_store(recent, crop, static):
     """A tail that begins late: after the crop its states are those of the positions that are
     left, and so is the ring."""
-    recipe = Recipe(sinks=1, recent=4)
+    recipe = Recipe(sinks=1, recent=recent)
     more = dict(max_length=64, static=True) if static else {}
     store, bare = (KVStore(recipe, 2, 2, 8, 12, tile=8, **more) for _ in range(2))
     g = torch.Generator().manual_seed(1)
@@ -76,14 +78,14 @@ def test_what_is_left_of_a_tail_ends_with_the_store(static, crop):
         s.append(k[:, :, :30], v[:, :, :30])
     tail = tail_with(store, k[:, :, 30:], v[:, :, 30:])
     assert (tail.first, tail.past, tail.end) == (
-        26,
+        30 - recent,
         30,
         33,
-    ) and tail.nbytes == 4 * 2 * 2 * 7 * (8 + 12)
+    ) and tail.nbytes == 4 * 2 * 2 * (recent + 3) * (8 + 12)
     store.append(k[:, :, 30:], v[:, :, 30:])
     left = store.crop(crop, tail)
-    assert (left.first, left.end, store.length) == (26, 33 - crop, 33 - crop)
-    same(left.key, k[:, :, 26 : 33 - crop].contiguous())
+    assert (left.first, left.end, store.length) == (30 - recent, 33 - crop, 33 - crop)
+    same(left.key, k[:, :, 30 - recent : 33 - crop].contiguous())
     if crop < 3:
         bare.append(k[:, :, 30 : 33 - crop], v[:, :, 30 : 33 - crop])
     for a, b in zip(store.read(), bare.read()):
@@ -179,21 +181,6 @@ def test_tensors_without_their_start_or_header_are_no_store(tensor, field, why):
     held.pop(tensor, None), header.pop(field, None)
     with pytest.raises(ValueError, match=why):
         store_of(held, header)
-
-
-@pytest.mark.parametrize("recent", (0, 1, 2))
-def test_a_tail_of_few_recent_tokens(recent):
-    store = KVStore(Recipe(sinks=0, recent=recent), 2, 2, 8, tile=8)
-    k, v = states(12)
-    store.append(k[:, :, :10], v[:, :, :10])
-    tail = tail_with(store, k[:, :, 10:], v[:, :, 10:])
-    assert (tail.first, tail.past, tail.end) == (10 - recent, 10, 12)
-    same(tail.key, k[:, :, 10 - recent :].contiguous())
-    same(tail.value, v[:, :, 10 - recent :].contiguous())
-    store.append(k[:, :, 10:], v[:, :, 10:])
-    left = store.crop(1, tail)
-    assert left.end == 11 and store.exact("key")[1][0].tolist() == list(range(11 - recent, 11))
-    same(store.exact("key")[0], k[:, :, 11 - recent : 11].contiguous(), allow_empty=True)
 
 
 @pytest.mark.parametrize("parts", ((16,), (10, 6), (15, 1)))

@@ -136,8 +136,6 @@ def test_layout_refuses(kwargs, name):
 def test_pack_and_unpack_refuse():
     layout = Layout(3, 4)
     good = torch.zeros(5, 4, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="codes must have shape"):
-        pack(good[0], layout)
     planes = pack(good, layout)
     with pytest.raises(TypeError, match="plane 0"):
         unpack([p.int() for p in planes], layout)

@@ -9,7 +9,6 @@ import torch
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes, tail_with
-from turboquant_nb.cache.append import prompt_pair_scales
 from turboquant_nb.kernels import launch, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -82,17 +81,6 @@ def test_what_it_is_fitted_to():
         assert (got[row, :, 0].float() / want - 1).abs().max() < 0.03
     same(got[..., :16], got[..., 16:])
     assert got.float().std() > 0.1
-
-
-def test_rows_of_a_batch_are_fitted_one_by_one():
-    q, k, v, freq = states()
-    both = fitted(scaled(), (q, k, v, freq), start=[0, 30])
-    for i, first in enumerate((0, 30)):
-        cut = lambda x: x[i : i + 1, :, first:]
-        # positions of RoPE count from the first real token, as a model's do
-        one = fitted(scaled(), (cut(q), cut(k), cut(v), freq), n=200 - first)
-        same(one.key.frame.pair[0], both.key.frame.pair[i])
-        same(one.key.mean[0], both.key.mean[i])
 
 
 # --- scores
@@ -318,16 +306,6 @@ def test_padding_that_is_learnt_later_keeps_the_frame():
     same(store.key.frame.pair, pair)
     assert (store.read()[0] - k[:, :, :200])[1, :, 30:34].abs().max() < 1e-5  # its sinks
     assert (store.read()[0] - k[:, :, :200])[:, :, 34:].norm() < 0.6 * k.norm()
-
-
-def test_queries_of_the_last_tokens_alone():
-    "A layer that takes another's keys may bring no others."
-    q, k, v, freq = states()
-    store = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
-    got = prompt_pair_scales(store, k, q[:, :, -50:])
-    still = torch.cat([q[:, :, -50:]] * 6, 2)
-    want = prompt_pair_scales(store, k, still)
-    assert (got - want).abs().max() < 0.05 and got.std() > 0.1
 
 
 def test_files_carry_it():

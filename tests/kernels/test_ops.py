@@ -29,13 +29,6 @@ def filled(device="cpu", **kwargs):
     return store, torch.randn(2, 8, 3, 64, generator=g).to(device)
 
 
-def test_auto_is_the_reference_on_a_cpu():
-    store, q = filled()
-    call = dict(sliding_window=50, softcap=20.0, scaling=0.3)
-    got, want = ops.attend(q, store, **call), attention.attend(q, store, **call)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-
-
 @pytest.mark.parametrize(
     "call, why",
     [
@@ -59,33 +52,15 @@ def test_explain_lists_torch_last_and_always():
     assert CUDA or "Triton" in answers["triton"] or "cpu" in answers["triton"], answers
 
 
-@pytest.mark.parametrize("backend", ["cuda", None])
-def test_unknown_names(backend):
+def test_unknown_names():
     store, q = filled()
     with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', "):
-        ops.attend(q, store, backend=backend)
-    with pytest.raises(ValueError, match="backend must be 'auto'"):
-        ops.append(store, q[:, :2], q[:, :2], backend=backend)
+        ops.attend(q, store, backend=None)
 
 
-@pytest.mark.parametrize("recipe", [dict(residual="prod"), dict(key=Spec(bits=2.5), decay=256)])
-def test_append_leaves_the_state_of_the_store(recipe):
-    (a, _), (b, _) = filled(**recipe), filled(**recipe)
-    k, v = torch.randn(2, 2, 70, 64), torch.randn(2, 2, 70, 64)
-    a.append(k, v)
-    name = ops.append(b, k, v)
-    assert name == "torch" and a.length == b.length
-    for side in ("key", "value"):
-        for n, t in getattr(a, side).tensors.items():
-            assert torch.equal(t, getattr(b, side).tensors[n]), n
-
-
-@pytest.mark.parametrize(
-    "recipe, why", [(dict(residual="prod"), "keys"), (dict(value=Spec(bits=2.5)), "values")]
-)
-def test_append_by_a_kernel_that_cannot(recipe, why):
-    store, q = filled(**recipe)
-    with pytest.raises(ValueError, match=f"cannot serve this store: .*{why}"):
+def test_append_by_a_kernel_that_cannot():
+    store, q = filled(value=Spec(bits=2.5))
+    with pytest.raises(ValueError, match="cannot serve this store: .*values"):
         ops.append(store, q[:, :2], q[:, :2], backend="triton")
     assert store.length == 300
 
@@ -97,17 +72,19 @@ def close(got, want, limit=1e-5):
 # --- long chunks
 # -----------------------------------------------------------------------------------
 
-CHUNKS = [  # of a recipe, a call, and where two sequences begin
-    ("plain", dict(sliding_window=400), (0, 0)),
-    ("plain", dict(sliding_window=120), (299, 310)),
-    ("mean", dict(sliding_window=20), (0, 130)),
-    ("qjl", dict(sliding_window=120), (0, 130)),
-    ("bits", dict(), (299, 310)),
-    ("decay", dict(sliding_window=120), (0, 130)),
-    ("exact", dict(sliding_window=20), (299, 310)),
-    ("exact", dict(scaling=0.3), (0, 0)),
-    ("pre_rope", dict(), (299, 310)),
-    ("pre_rope", dict(sliding_window=400), (0, 130)),
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CHUNKS = [  # of a recipe, a call, where two sequences begin, dtype, tokens of a block
+    ("plain", dict(sliding_window=400), (0, 0), F32, 128),
+    ("plain", dict(sliding_window=120), (299, 310), BF16, 128),
+    ("plain", dict(sliding_window=32), (0, 0), F32, 4096),
+    ("mean", dict(sliding_window=20), (0, 130), F32, 128),
+    ("qjl", dict(sliding_window=120), (0, 130), F32, 128),
+    ("bits", dict(), (299, 310), F32, 128),
+    ("decay", dict(sliding_window=120), (0, 130), F32, 128),
+    ("exact", dict(sliding_window=20), (299, 310), F32, 128),
+    ("exact", dict(scaling=0.3), (0, 0), F16, 4096),
+    ("pre_rope", dict(), (299, 310), F32, 128),
+    ("pre_rope", dict(sliding_window=400), (0, 130), F32, 128),
 ]
 KINDS = {
     "plain": Recipe(),
@@ -120,49 +97,31 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind, call, start", CHUNKS)
-def test_long_chunks_are_the_reference(kind, call, start, monkeypatch):
+@pytest.mark.parametrize("kind, call, start, dtype, block", CHUNKS)
+def test_long_chunks_are_the_reference(kind, call, start, dtype, block, monkeypatch):
     """Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows
     that see nothing give 0 and -inf."""
-    monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * 128)
+    monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * block)
     device = "cuda" if CUDA else "cpu"
     g = torch.Generator().manual_seed(0)
-    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)
+    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device, dtype)
     rope_table = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
-    store = KVStore(KINDS[kind], 2, 2, 64, device=device, **rope_table)
+    store = KVStore(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **rope_table)
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
     store.append(k, v)
     assert ops.select_backend(Call.of(q, store, k, v, **call)).backend == "flash"
-    got, want = ops.attend(q, store, k, v, **call), attention.attend(q, store, k, v, **call)
-    assert torch.allclose(got[0], want[0], atol=2e-5), (got[0] - want[0]).abs().max()
-    assert torch.equal(got[1].isinf(), want[1].isinf())
-    seen = ~want[1].isinf()
-    assert torch.allclose(got[1][seen], want[1][seen], atol=2e-5) and not got[0][~seen].any()
-
-
-@pytest.mark.parametrize(
-    "dtype, limit, call",
-    [(torch.bfloat16, 1e-2, {}), (torch.float16, 2e-3, dict(sliding_window=100))],
-)
-def test_long_chunks_in_half_precision(dtype, limit, call):
-    device = "cuda" if CUDA else "cpu"
-    new = lambda h, n: torch.randn(
-        2, h, n, 64, generator=torch.Generator().manual_seed(h + n)
-    ).to(device, dtype)
-    store = KVStore(Recipe(), 2, 2, 64, dtype=dtype, device=device)
-    store.set_range(start=torch.tensor([0, 40]))
-    store.append(new(2, 300), new(2, 300))
-    k, v, q = new(2, 70), new(2, 70), new(8, 70)
-    store.append(k, v)
-    got, want = (
-        ops.attend(q, store, k, v, backend="flash", **call),
+    (out, lse), want = (
+        ops.attend(q, store, k, v, **call),
         attention.attend(q, store, k, v, **call),
     )
-    assert got[0].dtype == dtype and got[1].dtype == torch.float32
-    assert (got[0] - want[0]).float().norm() < limit * want[0].float().norm()
-    assert (got[1] - want[1]).abs().max() < 2e-2
+    limit = {F32: 2e-5, F16: 4e-3, BF16: 2e-2}[dtype]
+    assert out.dtype == dtype and lse.dtype == F32
+    assert (out - want.out).abs().max() < limit * (1 + want.out.abs().max())
+    assert torch.equal(lse.isinf(), want.lse.isinf())
+    seen = ~lse.isinf()
+    assert (lse - want.lse)[seen].abs().max() < max(1e-4, limit) and not out[~seen].any()
 
 
 @pytest.mark.parametrize(
@@ -422,21 +381,3 @@ print(kernels.launch.refuses(kernels.ops.Call.of(q, store)))
     assert done.returncode == 0, done.stderr[-2000:]
     told = 'Triton is not installed: pip install "turboquant-nb[triton] @ git+'
     assert done.stdout.startswith(told) == (missing == "triton"), done.stdout
-
-
-def test_a_long_chunk_sees_no_past_beyond_its_window():
-    "A window that is shorter than the chunk, a past in one block. Kills: no bias for it."
-    n, g = 33, torch.Generator().manual_seed(33)
-    store = KVStore(Recipe(Spec(4), Spec(4), sinks=0, recent=0), 1, 2, 16)
-    q, k, v = (torch.randn(1, h, 300 + n, 16, generator=g) for h in (4, 2, 2))
-    store.append(k[:, :, :300], v[:, :, :300])
-    store.append(k[:, :, 300:], v[:, :, 300:])
-    q, tail = q[:, :, 300:], (k[:, :, 300:], v[:, :, 300:])
-    kd, vd = (torch.cat([c[:, :, :300], x], 2) for c, x in zip(store.read(), tail))
-    at, p = torch.arange(300, 300 + n)[:, None], torch.arange(300 + n)
-    mask = ((p <= at) & (p > at - 32))[None, None]
-    want = attention.dense_attention(q, kd, vd, mask=mask)
-    kind = ops.Call.of(q, store, *tail, sliding_window=32)
-    assert ops.select_backend(kind).backend == "flash"
-    for a, b in zip(ops.attend(q, store, *tail, sliding_window=32), want):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
