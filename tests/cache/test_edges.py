@@ -203,6 +203,7 @@ def test_a_static_store_takes_what_fits_to_the_last_token(parts):
     with pytest.raises(ValueError, match="cannot append 1 tokens to 16"):
         one.append(k[:, :, :1], v[:, :, :1])
     unsynced(two, (k[:, :, :1], v[:, :, :1]))
+    assert two.key.exact.recent.isnan().all((0, 1, 3)).tolist() == [False] * 3 + [True]
     with pytest.raises(ValueError, match="more tokens than max_length"):
         two.sync()
 

@@ -624,19 +624,6 @@ def test_mean_of_a_padded_row_ignores_its_padding(center, gen):
 # ---------------------------------------------------------------------------------
 
 
-def test_max_length_allocates_once():
-    store = make(max_length=100, tile=16)
-    held = lambda: [t.data_ptr() for s in store.parts for t in s.memory.planes] + [store.nbytes]
-    before = held()
-    for n in (1, 50, 49):
-        store.append(*states(store, n))
-    assert store.capacity == 112 and held() == before
-    with pytest.raises(ValueError, match="max_length is 100: cannot append 1 tokens to 100"):
-        store.append(*states(store, 1))
-    store.crop(-10)
-    store.append(*states(store, 10))
-
-
 def test_evict_frees_bytes():
     store = make(Recipe(sinks=1, recent=4), tile=8)
     store.append(*states(store, 200))

@@ -12,9 +12,6 @@ if not torch.cuda.is_available():
 
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.packing import Layout, pack
-from turboquant_nb.cache.store import KVStore
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.kernels import blocks, decode_mma, launch, ops
 from turboquant_nb.kernels.decode_launch import pack_lut
 from turboquant_nb.theory.codebook import lloyd_max, uniform
@@ -73,22 +70,6 @@ def test_a_block_is_what_the_store_reads(case, first, last):
     if first < 100:
         wrong = store.read(first + 1, last + 1)
         assert differs(got[0], wrong[0]) > 100  # the mutant: the next range
-
-
-@needs_triton
-@pytest.mark.parametrize("bits", [1, 2, 3])
-def test_levels_of_windows_are_those_of_the_code(bits):
-    """Where the chain is no circle, its first channels have none before them: the bits there
-    are zeros."""
-    recipe = Recipe(Spec(bits, codebook="trellis"), Spec(bits, codebook="trellis"), 0, 0)
-    store = KVStore(recipe, 2, 1, 64, device=DEVICE)
-    g = torch.Generator().manual_seed(bits)
-    store.append(*torch.randn(2, 2, 1, 290, 64, generator=g).to(DEVICE))
-    for part, name in zip(store.parts, ("key", "value")):
-        found = part.q.code.windows
-        got = blocks.look_up(part, 3, 290, found.levels, found.channels)
-        want = part.q.code.levels(store.coded(name, 3, 290).codes)
-        assert got.shape == (2, 1, 287, 64) and torch.equal(got, want)
 
 
 @needs_triton
