@@ -150,9 +150,10 @@ def test_latents():
     recipe = Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=3)
     parts = chunks((20, 1, 5), h=1, dk=512, dv=64)
     haar = Recipe(Spec(rotation="haar"), Spec(bits=4), 2, 3)
-    both(haar, chunks((20, 1), h=1, dk=400, dv=64, dtype=torch.float32), torch.float32)
-    fused, _ = both(recipe, parts)
-    wrong = KVStore(recipe, 1, 1, 512, 64, torch.bfloat16, device=DEVICE)
+    short = chunks((20, 1), h=1, dk=400, dv=64, dtype=torch.float32)
+    both(haar, short, torch.float32, tile=64)
+    fused, _ = both(recipe, parts, tile=64)
+    wrong = KVStore(recipe, 1, 1, 512, 64, torch.bfloat16, device=DEVICE, tile=64)
     cut = [(k * (torch.arange(512, device=k.device) < 480), v) for k, v in parts]
     for k, v in cut:
         kernel.append(wrong, k, v)
@@ -240,7 +241,7 @@ def test_fused_mean(of, starts):
 
 
 @pytest.mark.parametrize(
-    "n, dtype", covering_pairs((1, 64, 150), (torch.bfloat16, torch.float16, torch.float32))
+    "n, dtype", covering_pairs((1, 64, 100), (torch.bfloat16, torch.float16, torch.float32))
 )
 def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
     """Alone, and padded in a batch of four, one mean and one code, bit for bit, of PyTorch and
