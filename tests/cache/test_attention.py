@@ -170,8 +170,9 @@ def test_random_configurations(block):
             call, want = dict(kwargs, mask=mask, first=first), mask
         else:
             causal, sliding_window = rng.random() < 0.8, rng.choice((None, None, 1, 5, 30))
+            first = rng.choice((first, rng.randint(first, tokens - 1)))
             call, want = (
-                dict(kwargs, causal=causal, sliding_window=sliding_window),
+                dict(kwargs, causal=causal, sliding_window=sliding_window, first=first),
                 seen_by(store, n, first, causal, sliding_window),
             )
         expect = reference(q, store, chunk, want, first, **kwargs)
@@ -180,20 +181,6 @@ def test_random_configurations(block):
                 attend(q, store, *(chunk or (None, None)), block=block_size, **call),
                 expect,
                 dtype,
-            )
-
-
-def test_first_without_a_mask():
-    "`first` hides what is before it, also inside the exact chunk."
-    store, k, v = filled(Recipe(sinks=2, recent=5), 1, 1, 8, 8, 30)
-    q = torch.randn(1, 2, 6, 8)
-    for first in (0, 3, 20, 25, 27):
-        for chunk in (None, (k[:, :, -6:], v[:, :, -6:])):
-            mask = seen_by(store, 6, first, True, None)
-            compare(
-                attend(q, store, *(chunk or (None, None)), first=first),
-                reference(q, store, chunk, mask, first),
-                torch.float32,
             )
 
 

@@ -39,7 +39,6 @@ CASES = [  # what `setup` is given, first and last position
     (dict(rot="haar", sinks=0, win=0, kb=2, vb=4), 3, 5),
     (dict(residual="sign", center="none"), 128, 256),
     (dict(T=700, evict=300, center="pre_rope", tile=128, B=1), 256, 650),
-    (dict(static=True, center="pre_rope", start=[5, 0]), 0, 290),
     (dict(dtype=torch.float16, B=1), 0, 290),
     (dict(scale_dtype="float32", table="uniform", B=1), 200, 300),
 ]
