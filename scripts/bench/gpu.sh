@@ -21,7 +21,7 @@ step() { # name, then the command
 for name in $steps; do
     case $name in
         tests)
-            step decode-tests python -m tests.kernels.test_decode_kernel
+            step decode-tests python -m pytest -q -n "$workers" tests/kernels/test_decode_kernel.py
             step cuda-tests python -m pytest -q tests/kernels/test_cuda.py tests/kernels/test_encode_kernel.py tests/kernels/test_ops.py tests/hf/test_hf_kernels.py tests/hf/test_hf_static.py
             ;;
         encode) step encode python scripts/run.py encode_kernel --workers "$workers" --out "$out/encode_kernel.json" ;;

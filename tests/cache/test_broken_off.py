@@ -237,7 +237,7 @@ def changes(file: str, line: int) -> bool:
     return ("cache" in file or file.endswith("kernels/append.py")) and not compute
 
 
-def break_off(name: str, make, update, files: str = PACKAGE, most: int = 90) -> int:
+def break_off(name: str, make, update, files: str = PACKAGE, most: int = 50) -> int:
     "Break an update off wherever it can be; the number of places."
     base = make()
     listed = lambda x: x if isinstance(x, list) else [x]

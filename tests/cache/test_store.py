@@ -25,8 +25,7 @@ from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.theory.centre import prompt_mean
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.cache.exact import ExactTokens, Ranges
-from turboquant_nb.cache.memory import Part
+from turboquant_nb.cache.exact import ExactTokens
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.testing import same
 
@@ -452,26 +451,6 @@ FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels rotate
 PRE_ROPE = Recipe(Spec(2, center="pre_rope"), Spec(), sinks=0, recent=0)
 
 
-def test_positions_of_a_pre_rope_mean_count_from_the_first_real_token(gen):
-    "Rows with and without left padding hold the same codes and the same mean."
-    k = rotated(5 + torch.randn(1, 2, 40, 8, generator=gen), torch.arange(40), FREQ)
-    padded = torch.cat([torch.randn(1, 2, 3, 8, generator=gen), k], 2)
-    whole = torch.cat([k, torch.randn(1, 2, 3, 8, generator=gen)], 2)
-    store, alone = make(PRE_ROPE, 2, inv_freq=FREQ), make(PRE_ROPE, 1, inv_freq=FREQ)
-    store.set_range(start=torch.tensor([3, 0]))
-    x = torch.cat([padded, whole])
-    store.append(x, x)
-    alone.append(k, k)
-    torch.testing.assert_close(
-        store.read()[0][:1, :, 3:], alone.read()[0], rtol=0, atol=0.02
-    )  # the mean's sum in another order
-    late = make(PRE_ROPE, 2, inv_freq=FREQ)  # padding that is found out later
-    late.append(x, x)
-    late.set_range(torch.tensor([3, 0]), k=x, v=x)
-    for a, b in zip(late.read(), store.read()):
-        same(a, b)
-
-
 def test_one_table_for_all_stores():
     "It grows with the longest, is counted once, and another model has another."
     a, b = (make(PRE_ROPE, 1, inv_freq=FREQ) for _ in range(2))
@@ -483,76 +462,39 @@ def test_one_table_for_all_stores():
     a.append(*states(a, 700))
     a.read()
     assert len(a.rope_table) == 768  # whole tiles; reading takes no room for more
-    assert [t.shape[0] for t in tables_of(a)[:2]] == [3, 768] and [
-        t.shape[0] for t in tables_of(b)[:2]
-    ] == [3, 0]  # each counts what it needs
-    assert (
-        a.rope_table is b.rope_table
-        and len(a.rope_table) >= 700
-        and a.rope_table.shape[1] == 6
-        and a.rope_table.dtype == torch.float16
-    )
-    assert (
-        c.rope_table is not a.rope_table
-        and len(c.rope_table) == 0
-        and fixed.rope_table is held
-        and len(held) == 50
-    )
+    # each counts what it needs
+    assert [tables_of(s)[1].shape[0] for s in (a, b)] == [768, 0]
+    assert a.rope_table is b.rope_table and a.rope_table.dtype == torch.float16
+    assert c.rope_table is not a.rope_table and len(c.rope_table) == 0
+    assert fixed.rope_table is held and len(held) == 50
     pointers = [t.data_ptr() for t in tables_of(a)]
     assert a.rope_table.data_ptr() in pointers and a.cos_sin.inv_freq.data_ptr() in pointers
-    b.append(*states(b, 1))
-    for t in range(0, 700, 99):
-        torch.testing.assert_close(
-            b.rope_table[t].float(),
-            torch.cat([(t * FREQ).cos(), (t * FREQ).sin()]),
-            rtol=0,
-            atol=6e-4,
-        )
 
 
 def test_inv_freq_is_refused():
+    why = "inv_freq must be a float vector of at most 4 frequencies, which center='pre_rope'"
     for bad, error in (
         (None, TypeError),
-        ([1.0], TypeError),
         (torch.ones(2, dtype=torch.long), TypeError),
         (torch.ones(5), ValueError),
-        (torch.ones(0), ValueError),
         (torch.ones(2, 2), ValueError),
         (torch.tensor([1.0, torch.inf]), ValueError),
     ):
-        with pytest.raises(
-            error,
-            match=(
-                "inv_freq must be a float vector of at most 4 frequencies, which "
-                "center='pre_rope' needs"
-            ),
-        ):
+        with pytest.raises(error, match=why):
             make(PRE_ROPE, inv_freq=bad)
     named = make(Recipe(Spec(3, center="prompt_mean")), inv_freq=FREQ)
     assert named.cos_sin is None and named.recipe.key.center == "prompt_mean"  # nothing rotates
 
 
-def test_a_preset_takes_the_mean_that_the_store_can_carry():
-    """With frequencies the mean before RoPE, without them the prompt's; both hold what a recipe
-    that names it holds."""
-    for inv_freq, center in ((FREQ, "pre_rope"), (None, "prompt_mean")):
-        stores = [
-            make(r, inv_freq=inv_freq)
-            for r in (
-                "k3v3",
-                Recipe(),
-                replace(preset("k3v3"), sinks=1),
-                replace(preset("k3v3"), key=Spec(3, center=center)),
-            )
-        ]
-        assert (
-            {s.recipe.key.center for s in stores}
-            == {s.key.q.spec.center for s in stores}
-            == {center}
-        )
-        assert stores[0].recipe == stores[3].recipe and (stores[0].cos_sin is None) == (
-            inv_freq is None
-        )
+@pytest.mark.parametrize("freq, center", ((True, "pre_rope"), (False, "prompt_mean")))
+def test_a_preset_takes_the_mean_that_the_store_can_carry(freq, center):
+    "With frequencies the mean before RoPE, without them the prompt's."
+    more = dict(inv_freq=FREQ) if freq else {}
+    named = replace(preset("k3v3"), key=Spec(3, center=center))
+    stores = [make(r, **more) for r in ("k3v3", Recipe(), named)]
+    for s in stores:
+        assert s.recipe.key.center == s.key.q.spec.center == center
+    assert stores[0].recipe == stores[2].recipe and (stores[0].cos_sin is None) != freq
 
 
 # --- static
@@ -566,21 +508,19 @@ def captured(store, k, v):
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "recipe, padding",
     (
-        "k3v3",
-        "k4v3",
-        Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), sinks=2, recent=3),
-        PRE_ROPE,
-        Recipe(Spec(3, residual="sign"), Spec(1), 0, 5),
+        ("k3v3", (0, 5)),
+        (Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), 2, 3), (0, 0)),
+        (PRE_ROPE, (0, 5)),
+        (Recipe(Spec(3, residual="sign"), Spec(1), 0, 5), (0, 5)),
     ),
 )
-@pytest.mark.parametrize("padding", ((0, 0), (0, 5)))
 def test_where_the_device_counts(recipe, padding):
     """Eager and captured appends to a static store leave what a plain store holds, and no
     tensor moves."""
     plain = make(recipe, tile=16, max_length=90, inv_freq=FREQ)
-    lengths = (20, 1, 1, 30, 1, 7)
+    lengths = (20, 1, 1, 30)
     torch._dynamo.reset()
     for add in (
         KVStore.append,
@@ -659,110 +599,37 @@ def test_static_to_file_and_back():
 # ---------------------------------------------------------------------------------
 
 
-def test_mean_of_a_padded_row_ignores_its_padding(gen):
-    "A row that starts at 5 is coded as if the padding were not there."
-    recipe = Recipe(Spec(center="prompt_mean"), Spec(center="prompt_mean"), sinks=2)
-    k, v = (
-        torch.randn(1, 2, 30, 8, generator=gen) + 3,
-        torch.randn(1, 2, 30, 8, generator=gen) - 3,
-    )
-    alone = make(recipe, 1)
+@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+def test_mean_of_a_padded_row_ignores_its_padding(center, gen):
+    """A row that starts at 5 is coded as if the padding were not there, also where it is found
+    out after the first chunk."""
+    recipe = Recipe(Spec(center=center), Spec(center="prompt_mean"), sinks=2)
+    k, v = torch.randn(2, 1, 2, 30, 8, generator=gen) + 3
+    alone = make(recipe, 1, inv_freq=FREQ)
     alone.append(k, v)
     for padding in (1, 5, 40):
         pad = torch.randn(1, 2, padding, 8, generator=gen) * 10
-        padded = make(recipe, 1)
-        padded.set_range(start=padding)
-        padded.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
-        for a, b in zip(padded.read(padding), alone.read()):
-            same(a, b)
-        late = make(
-            recipe, 1
-        )  # the padding is found out after the first chunk, as under the 'turboquant' attention
-        late.append(torch.cat([pad, k], 2), torch.cat([pad, v], 2))
-        late.set_range(start=padding, k=torch.cat([pad, k], 2), v=torch.cat([pad, v], 2))
-        for a, b in zip(late.read(padding), alone.read()):
-            same(a, b)
-
-
-def test_ragged_start_keeps_the_first_real_tokens(gen):
-    for late in (False, True):
-        store = make(Recipe(sinks=3, recent=2), 3)
-        k, v = states(store, 12)
-        start = torch.tensor([0, 5, 9])
-        if not late:
-            store.set_range(start=start)
-        store.append(k[:, :, :7], v[:, :, :7])
-        if late:
-            store.set_range(start=start.clamp(max=7), k=k[:, :, :7], v=v[:, :, :7])
-            start = start.clamp(max=7)
-        store.append(k[:, :, 7:], v[:, :, 7:])
-        got, _ = store.read()
-        for row, s in enumerate(start.tolist()):
-            same(got[row, :, s : s + 3], k[row, :, s : s + 3])
-            exact = (got[row] == k[row]).all(-1).all(0)
-            assert exact.nonzero().flatten().tolist() == sorted({*range(s, s + 3), 10, 11})
+        early, late = (make(recipe, 1, inv_freq=FREQ) for _ in range(2))
+        padded = [torch.cat([pad, x], 2) for x in (k, v)]
+        early.set_range(start=padding)
+        early.append(*padded)
+        late.append(*padded)
+        late.set_range(padding, None, *padded)
+        for store in (early, late):
+            for a, b in zip(store.read(padding), alone.read()):
+                same(a, b)
 
 
 # --- size, growth
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filled", (0, 5, 300))
-def test_a_refused_append_changes_nothing(filled):
-    "Values are coded before there is room for keys."
-    store = make(Recipe(Spec(center="prompt_mean"), Spec(), sinks=4, recent=6), tile=4)
-    if filled:
-        store.append(*states(store, filled))
-    before, (k, v) = snapshot(store), states(store, 40)
-    v[0, 0, 2, 1] = torch.nan
-    with pytest.raises(ValueError, match="v of layer 7 must be finite"):
-        store.append(k, v, names=("k of layer 7", "v of layer 7"))
-    assert_same_snapshot(snapshot(store), before)
-
-
-def test_append_is_amortised():
-    "Token by token: few allocations, slack at most an eighth and one tile."
-    store, seen = make(Recipe(Spec(), Spec(), sinks=0, recent=0), 1, 1, 4, tile=4), set()
-    k, v = states(store, 600)
-    for a, b in zip(k.split(1, 2), v.split(1, 2)):
-        store.append(a, b)
-        seen.add(store.capacity)
-        assert store.capacity <= (store.length + 3) // 4 * 4 * 9 / 8 + 2 * 4
-    assert len(seen) < 45
-
-
-def test_max_length_allocates_once():
-    store = make(max_length=100, tile=16)
-    size, pointers = (
-        store.nbytes,
-        [t.data_ptr() for t in store.key.memory.planes + store.value.memory.planes],
-    )
-    assert store.capacity == 112
-    for n in (1, 50, 49):
-        store.append(*states(store, n))
-    assert (
-        store.nbytes == size
-        and [t.data_ptr() for t in store.key.memory.planes + store.value.memory.planes]
-        == pointers
-    )
-    with pytest.raises(ValueError, match="max_length is 100: cannot append 1 tokens to 100"):
-        store.append(*states(store, 1))
-    store.crop(-10)
-    store.append(*states(store, 10))
-
-
 def test_evict_frees_bytes():
     store = make(Recipe(sinks=1, recent=4), tile=8)
     store.append(*states(store, 200))
-    before, want = store.nbytes, [x[:, :, 96:] for x in store.read()]
+    before = store.nbytes
     store.evict(100)
-    assert (
-        store.offset == 96
-        and store.nbytes < before * 0.6
-        and store.nbytes == expected_nbytes(store)
-    )
-    for a, b in zip(store.read(), want):
-        same(a, b.contiguous())
+    assert store.offset == 96 and store.nbytes < before * 0.6
     for first in (95, 201, -1):
         with pytest.raises(ValueError, match="positions"):
             store.read(first)
@@ -777,51 +644,8 @@ def test_evict_frees_bytes():
     assert store.capacity <= 80 and store.nbytes == expected_nbytes(store)
 
 
-@pytest.mark.parametrize(
-    "preset, limit", [("k3v3", 3.6), ("k4v4", 4.6), ("k2v2", 3.4), ("k1v1", 2.4)]
-)
-def test_bits_per_value_at_2048_tokens(preset, limit):
-    """Planes, scales, sinks and window, means, ranges and the rotation and level tables of one
-    layer shared by 30, d = 64."""
-    store = KVStore(preset, 1, 3, 64)
-    store.append(*states(store, 2048))
-    shared = sum({t.data_ptr(): t.nbytes for t in tables_of(store)}.values()) / 30
-    assert 8 * (store.nbytes + shared) / (2048 * 3 * 128) <= limit
-    assert store.bits_per_value() > int(preset[1])
-
-
 # --- bits as a vector, residuals, decay
 # -----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "bits, names",
-    [(1, [(4, 4)]), (2, [(4, 8)]), (3, [(4, 8), (4, 4)]), (4, [(4, 8), (4, 4), (4, 4)])],
-)
-def test_uniform_codes_keep_their_planes(bits, names):
-    """The layout that files and kernels know: plane0, plane1, … and scale; with a sign residual
-    too."""
-    for residual in ("none", "sign")[: 1 + (bits > 1)]:
-        store = make(
-            Recipe(Spec(bits, residual=residual), Spec(bits), sinks=0, recent=0), tile=16
-        )
-        store.append(*states(store, 20))
-        t = store.key.tensors
-        assert list(t) == [
-            *(f"plane{i}" for i in range(len(names))),
-            "scale",
-            "sinks",
-            "recent",
-        ]
-        assert [tuple(p.shape) for p in store.key.memory.planes] == [
-            (2, 2, 2, *shape) for shape in names
-        ] and t["scale"].shape == (2, 2, 2, 16)
-        assert store.key.memory.groups[0].layout.bits == bits
-        uniform = make(Recipe(Spec((bits,) * 8), Spec(bits), sinks=0, recent=0), tile=16)
-        if residual == "none":  # a tuple of equal numbers is the same code
-            uniform.append(*states(store, 20))
-            for name in t:
-                same(uniform.key.tensors[name], t[name], allow_empty=True)
 
 
 def test_bytes_of_every_kind():
@@ -848,39 +672,25 @@ def test_bytes_of_every_kind():
 def test_decay_frees_exactly_one_bit_per_value():
     for spec, freed in (
         (Spec(3), 1),
-        (Spec(4), 1),
         (Spec(4, residual="sign"), 1),
         (Spec(2.5), 0.5),
-        (Spec(3.5), 1),
         (Spec((4, 2, 1, 3) * 4), 0.5),
     ):
         store = make(Recipe(spec, Spec(2), sinks=0, recent=0), 2, 3, 16, tile=64)
         store.append(*states(store, 200))
-        before, data = store.nbytes, {n: t.data_ptr() for n, t in store.key.tensors.items()}
-        for at in (-5, 0, 63):
+        before, data = store.nbytes, [t.data_ptr() for t in store.key.tensors.values()]
+        for at in (-5, 0, 63):  # not one whole tile: nothing moves
             store.decay(at)
-        assert store.nbytes == before and data == {
-            n: t.data_ptr() for n, t in store.key.tensors.items()
-        }  # not one whole tile: nothing moves
+        assert data == [t.data_ptr() for t in store.key.tensors.values()]
         store.decay(130)
-        assert (
-            before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8
-            and store.nbytes == expected_nbytes(store)
-        )
-        held = sum(
-            {
-                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for s in (store.key, store.value)
-                for t in s.tensors.values()
-            }.values()
-        )
-        assert held + store.start.nbytes == store.nbytes  # freed, not hidden behind a view
-        store.decay(64)
+        assert before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8
+        tensors = [t for s in store.parts for t in s.tensors.values()]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        # freed, not hidden behind a view
+        assert sum(held.values()) + store.start.nbytes == store.nbytes
         store.decay(10**9)
-        assert (store.key.memory.truncated_tiles, store.value.memory.truncated_tiles) == (
-            3,
-            0,
-        ) and before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
+        assert [s.memory.truncated_tiles for s in store.parts] == [3, 0]
+        assert before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
 
 
 def test_decay_with_padding_found_late_and_with_eviction():
@@ -917,24 +727,15 @@ def test_a_moved_start_fills_the_window_again():
     same(store.read()[0][:, :, 36:], k[:, :, 36:44])
 
 
-@pytest.mark.parametrize("device", ("cpu", "meta"))
 @pytest.mark.parametrize(
-    "spec",
-    (
-        Spec(3),
-        Spec(2.5),
-        Spec((3, 1) * 4),
-        Spec(4, residual="sign"),
-        Spec(3, residual="qjl"),
-        Spec(2, "haar", codebook="uniform"),
-    ),
+    "spec, device", ((Spec(3), "cpu"), (Spec(2.5), "cpu"), (Spec(3, residual="qjl"), "meta"))
 )
 def test_layers_share_their_tables(spec, device):
-    "Thirty stores hold the tensors of one, on any device; truncating one changes no other."
-    stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(30)]
+    "Stores hold the tensors of one, on any device; truncating one changes no other."
+    stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(3)]
     ids = {tuple(map(id, tables_of(s))) for s in stores}
     assert len(ids) == 1
-    if device == "cpu" and spec.residual != "qjl":
+    if device == "cpu":
         first, second = stores[:2]
         for s in (first, second):
             s.append(*states(s, 600))
@@ -989,7 +790,6 @@ def test_tables_hold_every_tensor_of_a_quantizer():
         (dict(max_length=0), ValueError, "max_length"),
         (dict(dtype=torch.int8), TypeError, "dtype"),
         (dict(tile=6), ValueError, "tile"),
-        (dict(d=0), ValueError, "d"),
         (dict(dv=0), ValueError, "d"),
         (dict(recipe="k9v9"), ValueError, "k9v9"),
         (dict(static=True), ValueError, "needs max_length"),
@@ -1068,13 +868,7 @@ def test_copies_share_tables_and_nothing_else(static):
     assert copy.deepcopy(store).cos_sin is store.cos_sin
 
 
-def test_classes_are_whole():
-    "No private parents: each is one class."
-    for cls in (KVStore, Part, ExactTokens, Ranges):
-        assert cls.__mro__ == (cls, object)
-
-
-@pytest.mark.parametrize("n", [3, 4, 5, 9, 40])
+@pytest.mark.parametrize("n", [3, 5, 40])
 def test_a_prompt_without_padding_is_held_like_any(n):
     "Its sinks in one copy, where all are there: the same tensors as by positions."
     x, held = torch.randn(2, 3, n, 8), []

@@ -4,7 +4,7 @@ kernels; compiled ahead of time for Hopper."""
 import pytest
 import torch
 
-from turboquant_nb.cache.attention import Rule, attend
+from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import (
     CellLayout,
     Exact,
@@ -16,18 +16,16 @@ from turboquant_nb.cache.pages import (
     sink_origins,
     store_recent,
 )
-from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import cell_attention, cells, launcher
 from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells, past_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
-from turboquant_nb.kernels.work import Reads, Workspace, count_splits, list_work
+from turboquant_nb.kernels.work import Workspace, count_splits
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec
-from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import FoundOnce, RecentBlocks, ahead_of_time, covering_pairs, random_history
+from tests.helpers import SLOW, FoundOnce, ahead_of_time, covering_pairs
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -85,33 +83,27 @@ def case(
 
 CASES = [
     (dict(), {}),
-    (dict(n=32), {}),
-    (dict(n=64), {}),
     (dict(n=128, lengths=(300, 1)), {}),
-    (dict(n=256, lengths=(300,)), {}),
+    (dict(n=256, lengths=(300,)), dict(scaling=0.3)),
     (dict(kb=1, vb=2), {}),
-    (dict(kb=4, vb=1), {}),
+    (dict(kb=4, vb=1), dict(splits=1)),
     (dict(kb=2, vb=4, d=48), {}),
     (dict(m=4, group=5), {}),
-    (dict(m=16, lengths=(40, 70)), {}),
+    (dict(m=16, lengths=(30, 20)), {}),
     (dict(group=16, heads=1), {}),
-    (dict(rot="transform"), {}),
-    (dict(d=80, heads=1), {}),
+    (dict(rot="transform", d=80, heads=1), {}),
     (dict(), dict(sliding_window=20)),
     (dict(m=3), dict(sliding_window=2)),
     (dict(n=32), dict(softcap=3.0)),
-    (dict(), dict(splits=1)),
     (dict(), dict(splits=9)),
-    (dict(), dict(scaling=0.3)),
     (dict(own=False), {}),
     (dict(own=False, m=4), dict(sliding_window=20)),
     (dict(lengths=(0, 0)), {}),
-    (dict(dtype=torch.float16), {}),
-    (dict(), dict(work={})),
-    (dict(lengths=(600, 3, 0, 40)), dict(work={}, splits=5)),
+    (dict(dtype=torch.float16), dict(work={})),
+    (dict(lengths=(600, 3, 0, 40), heads=1), dict(work={}, splits=5)),
     (dict(m=3, lengths=(300, 90, 8, 3)), dict(work={}, splits=7, sliding_window=50)),
-    (dict(n=64, m=4, group=5, lengths=(900, 4)), dict(work={}, splits=3)),
-    (dict(own=False, lengths=(40, 0, 500)), dict(work={}, splits=40)),
+    (dict(n=64, lengths=(300, 4)), dict(work={}, splits=3)),
+    (dict(own=False, lengths=(40, 0, 500), heads=1), dict(work={}, splits=40)),
     (dict(lengths=(0, 0)), dict(work={})),
 ]
 
@@ -151,7 +143,7 @@ def test_decode(of, options, gen):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "n,kb,vb,d", ((16, 3, 3, 32), (16, 1, 4, 48), (64, 4, 2, 64), (256, 3, 3, 16))
+    "n,kb,vb,d", ((16, 3, 3, 32), (16, 1, 4, 48), (64, 4, 2, 64), (128, 3, 3, 16))
 )
 def test_append(n, kb, vb, d, gen):
     """Chunks of all lengths from all places, short calls too: codes as the oracle's, and no
@@ -180,25 +172,6 @@ def test_append(n, kb, vb, d, gen):
         raw = theirs
 
 
-@needs_triton
-def test_the_order_that_is_asked_for(gen):
-    """Tokens of a block in one run, in order, are coded as by the oracle; the mutant brings
-    them in the wrong order, and bits are lost."""
-    plan = CellPlan(Quantizer(Spec(3), 32, DEVICE), Quantizer(Spec(3), 32, DEVICE), 16)
-    raw, _ = pool(plan, 1, 1, gen)
-    k, v = torch.randn(2, 16, 1, 32, generator=gen).to(DEVICE)
-    view = lambda x: x[:, : plan.cell.nbytes].unflatten(1, (1, 16, plan.cell.bytes_per_token))
-    want, slots = raw.clone(), torch.arange(16, device=DEVICE)
-    append_slots(view(want), plan, k, v, slots)
-    good = raw.clone()
-    append_cells(view(good), plan, k, v, slots)
-    assert (good != want).sum() <= 2
-    bad = raw.clone()
-    append_cells(view(bad), plan, k, v, slots.flip(0))
-    append_slots(view(raw), plan, k, v, slots.flip(0))
-    assert (bad != raw).sum() > 20
-
-
 def test_splits():
     assert (
         count_splits(256, 8, 100) == 1
@@ -210,86 +183,13 @@ def test_splits():
             assert 1 <= count_splits(tokens, programs, 1056) <= max(1, -(-tokens // 256))
 
 
-@needs_triton
-@pytest.mark.parametrize("window", (None, 100))
-@pytest.mark.parametrize("parts", (1, 4, 37))
-@pytest.mark.parametrize("own,sinks", ((0, 0), (17, 4)))
-def test_list_of_work(parts, window, own, sinks):
-    """Every tile is in one part, every part has one program, and there are programs for all of
-    them."""
-    for lengths in (
-        (130, 64, 0, 33),
-        (5000, 1, 0, 300),
-        (0, 0),
-        (7,) * 130,
-        (700,) * 70,
-        (640, 641, 639),
-    ):
-        work = list_work(
-            torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-            parts,
-            79,
-            Reads(m=2, own=own, sinks=sinks, sliding_window=window, tile=64),
-        )
-        of = work.memory[len(lengths) + 2 :].tolist()
-        for b, n in enumerate(lengths):
-            first = max(sinks, 0 if window is None else n - 2 - window + 1) // 64
-            count = max(-(-(n - own) // 64) - first, 0)
-            assert [
-                t for begin, end in work.parts(b) for t in range(begin, min(end, count))
-            ] == list(range(count))
-            assert of.count(b) == len(work.parts(b))
-        used = [x for x in of if x >= 0]
-        assert of == sorted(used) + [-1] * (len(of) - len(used)) and len(
-            of
-        ) == work.items <= parts + len(lengths)
-
-
-@needs_triton
+@pytest.mark.skipif(not CUDA, reason="on a GPU alone: the interpreter always joins several")
 def test_many_requests_of_three_heads(gen):
     """A batch whose rows are joined several at a time, where a KV head has three query heads:
     the kernel takes powers of two."""
-    plan, cache, table, lengths, q, k, v = case(
-        gen, lengths=(20, 5) * 4 + (0,) * 163
-    )  # without a past a request costs the interpreter half
+    plan, cache, table, lengths, q, k, v = case(gen, lengths=(20, 5) * 4 + (0,) * 163)
     assert q.shape[0] * q.shape[1] > 1024
     check(plan, cache, Requests(table, lengths), q, Exact(k, v))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "of,options",
-    (
-        (dict(), {}),
-        (dict(rot="transform"), {}),
-        (dict(m=4, group=5), dict(softcap=3.0)),
-        (dict(d=48, kb=4), {}),
-    ),
-)
-def test_center(of, options, gen):
-    """Keys far from 0: append and decode with a centre are those of the oracle, which adds it
-    to the keys that it reads."""
-    plain, cache, table, lengths, q, k, v = case(gen, **of)
-    heads, d, n = cache.shape[1], plain.cell.d_key, plain.cell.tokens
-    center = 5 * torch.randn(heads, d, generator=gen).to(DEVICE)
-    plan, read = CellPlan(plain.key, plain.value, n, center), Requests(table, lengths)
-    slots = torch.cat(
-        [
-            row[torch.arange(x) // n].long() * n + torch.arange(x) % n
-            for row, x in zip(table.cpu(), lengths.tolist())
-        ]
-    ).to(DEVICE)
-    keys, values = torch.randn(2, len(slots), heads, d, generator=gen).to(DEVICE)
-    mine, theirs = cache.clone(), cache.clone()
-    append_cells(mine, plan, keys + center, values, slots)
-    append_slots(theirs, plan, keys + center, values, slots)
-    assert (mine != theirs).sum() <= 5e-3 * (
-        theirs != cache
-    ).sum()  # the mean costs the sum its last bits, so that more values lie at an edge
-    exact, rule = Exact(k + center, v), Rule(**options)
-    want = check(plan, mine, read, q, exact, rule, limit=1e-4)
-    forgot, _ = decode_cells(q, mine, plain, read, exact, rule)
-    assert (forgot - want).norm() > 1e-2 * want.norm()
 
 
 def exact_blocks(gen, plan, requests, m, tokens, sinks):
@@ -315,10 +215,12 @@ def exact_blocks(gen, plan, requests, m, tokens, sinks):
 @pytest.mark.parametrize(
     "of,options",
     (
-        (dict(), {}),
         (dict(rot="transform", lengths=(70, 0, 3)), {}),
-        (dict(m=4, group=5, dtype=torch.float16), dict(softcap=3.0, sliding_window=20)),
-        (dict(lengths=(600, 3, 0)), dict(work={})),
+        (
+            dict(m=4, group=5, dtype=torch.float16, lengths=(33, 0, 9)),
+            dict(softcap=3.0, sliding_window=20),
+        ),
+        (dict(lengths=(300, 3, 0)), dict(work={})),
     ),
 )
 def test_learnt_logits(of, options, gen):
@@ -344,7 +246,7 @@ EXACT = covering_pairs(
     (
         (dict(), {}),
         (dict(m=4, group=5), dict(softcap=3.0)),
-        (dict(m=2, d=48, n=32), dict(sliding_window=40)),
+        (dict(m=2, d=48, n=32, rot="transform"), dict(sliding_window=40)),
     ),
 ) + [((tokens, 0), (dict(m=2, d=48), dict(sliding_window=5))) for tokens in (1, 7)]
 
@@ -357,7 +259,7 @@ def test_recent_and_first_tokens(held, asked, gen):
     others; of one first token less the codes are read, which are of no use."""
     (tokens, sinks), (of, options) = held, asked
     plain, cache, table, lengths, q, k, v = case(
-        gen, **{"lengths": (70, 5, 0, 33, 12), "heads": 1} | of
+        gen, **{"lengths": (45, 5, 0, 12), "heads": 1} | of
     )
     center = 3 * torch.randn(1, plain.cell.d_key, generator=gen).to(DEVICE)
     plan = CellPlan(plain.key, plain.value, plain.cell.tokens, center)
@@ -366,7 +268,7 @@ def test_recent_and_first_tokens(held, asked, gen):
     exact = Exact(k + center, v, near)
     places = near.places([(i, max(0, x - m)) for i, x in enumerate(lengths.tolist())])
     counts = [len(keys) for (keys, _), _ in near.read(places, 1)]
-    assert max(counts) == min(sinks, max(0, 70 - m - tokens)) and min(counts) == 0
+    assert max(counts) == min(sinks, max(0, 45 - m - tokens)) and min(counts) == 0
     want = check(plan, cache, read, q, exact, rule)
     scale = plan.views(cache)["key scale"]
     for row, count in zip(table, counts):
@@ -395,35 +297,6 @@ def test_recent_states_are_copied_to_their_slots(gen):
     store_recent(theirs, k, v, slots)
     assert torch.equal(mine.nan_to_num(9.0), theirs.nan_to_num(9.0))
     assert memory[:, heads * n * 2 * d :].isnan().all()
-
-
-@needs_triton
-@pytest.mark.parametrize("block,sinks,window,steps", ((4, 3, 3, 16), (2, 5, 1, 9)))
-def test_first_tokens_travel(block, sinks, window, steps, gen):
-    """Random histories as in test_pages.py, with the kernels: origins are those of the loop on
-    the host, also where requests begin in one another's blocks."""
-
-    def locate(table, lengths, starts, slots, block, sinks):
-        want, out = (
-            sink_origins(table, lengths, starts, slots, block, sinks),
-            torch.full((len(slots) + 3, sinks), 99, dtype=torch.int32, device=DEVICE),
-        )
-        locate_sinks(*(x.to(DEVICE) for x in (table, lengths, starts, slots)), block, out)
-        assert torch.equal(out[: len(slots)].cpu(), want) and (out[len(slots) :] == 99).all()
-        return want
-
-    def store(cache, k, v, slots, origins):
-        there = cache.to(DEVICE)
-        append_recent(there, *(x.to(DEVICE) for x in (k, v, slots, origins)))
-        cache.copy_(there)
-
-    wrong, seen = random_history(
-        RecentBlocks(block, sinks, window, 8, gen, store, locate), steps, gen
-    )
-    assert not wrong and seen["hits"] > 3 and seen["followed"] > 3 and seen["read"] > 100, (
-        wrong[:3],
-        seen,
-    )
 
 
 @needs_triton
@@ -475,7 +348,6 @@ WINDOWS = [  # keys and values: bits, codebook; head size, tokens of a block
     ((2, CHAIN), (3, CHAIN), 64, 128),
     ((3, CHAIN), (3, "uniform"), 128, 256),
     ((3, "uniform"), (2, CHAIN), 64, 64),
-    ((2, CHAIN), (4, "uniform"), 64, 256),
 ]
 
 
@@ -499,10 +371,9 @@ def windowed(key, value, d, n, gen):
 
 @needs_triton
 @pytest.mark.parametrize("key,value,d,n", WINDOWS)
-def test_windows_are_read_as_a_store_reads_them(key, value, d, n, gen):
-    """Decode by every kernel that runs here: the oracle's attention, and that of a store with
-    the same codes, first and recent tokens, by the reference. The mutant is a chain that lacks
-    what stands before its first channel."""
+def test_windows_are_read(key, value, d, n, gen):
+    """Decode by every kernel that runs here is the oracle's attention, with first and recent
+    tokens. The mutant is a chain that lacks what stands before its first channel."""
     sides, plan = windowed(key, value, d, n, gen)
     length, window, sinks = 2 * n + 30, 8, 4
     k, v = torch.randn(2, length, 1, d, generator=gen).to(DEVICE)
@@ -520,12 +391,6 @@ def test_windows_are_read_as_a_store_reads_them(key, value, d, n, gen):
     read = Requests(table, torch.tensor([length], dtype=torch.int32, device=DEVICE))
     exact = Exact(k[-1:] + plan.center, v[-1:], near)
     want = check(plan, cache, read, q, exact)
-    specs = [Spec(b, codebook=name) for b, name in (key, value)]
-    recipe = Recipe(*specs, sinks=sinks, recent=window + 1)
-    store = KVStore(recipe, 1, 1, d, device=DEVICE, tile=n)
-    store.append(*(x.transpose(0, 1)[None] for x in (k, v)))
-    other = attend(q.transpose(0, 1)[None], store)[0][0].transpose(0, 1)
-    assert (want - other).norm() < (2e-2 if CUDA else 1e-4) * other.norm()  # of other codes
     if not CUDA and plan.by_window[0]:
         chains = [tuple(x) for x in plan.tables.chains]
         chains[0] = (chains[0][0], 1 - chains[0][1], *chains[0][2:])
@@ -579,7 +444,7 @@ def test_windows_are_searched_by_the_kernel(gen):
 
 
 @needs_triton
-@pytest.mark.parametrize("key,value,d,n", WINDOWS[:3])
+@pytest.mark.parametrize("key,value,d,n", WINDOWS)
 def test_windows_of_a_past(key, value, d, n, gen):
     "Blocks to dense rows in the basis of the codes: levels times scales, bit for bit."
     sides, plan = windowed(key, value, d, n, gen)
@@ -616,7 +481,7 @@ def test_kernels_are_searched_for_once(monkeypatch):
         gen = torch.Generator().manual_seed(0)
         test_append(16, 3, 3, 32, gen)
         test_recent_states_are_copied_to_their_slots(gen)
-        test_first_tokens_travel(2, 5, 1, 9, gen)
+        test_origins_end_whatever_tables_hold(gen)
         test_windows_of_a_past(*WINDOWS[0], gen)
     assert again and all(
         kernel.searched == searched > 0 and kernel.launched > launched
@@ -633,12 +498,10 @@ def test_windows_that_no_kernel_reads():
 
 
 @needs_triton
-@pytest.mark.parametrize("d,heads,group", ((512, 1, 4), (272, 2, 2)))
-def test_wide_heads(d, heads, group, gen):
+def test_wide_heads(gen):
     "More than 256 channels: appended, attended to with exact tokens, and read as a past."
-    plan, cache, table, lengths, q, k, v = case(
-        gen, d=d, n=64, lengths=(150, 9), heads=heads, group=group
-    )
+    d, heads = 272, 2
+    plan, cache, table, lengths, q, k, v = case(gen, d=d, n=64, lengths=(105, 9), group=2)
     check(plan, cache, Requests(table, lengths), q, Exact(k, v))
     mine, theirs = cache.clone(), cache.clone()
     states = torch.randn(2, 20, heads, d, generator=gen).to(DEVICE)
@@ -653,39 +516,30 @@ def test_wide_heads(d, heads, group, gen):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+TWO, THREE = dict(bits=[2, 2], codebook=CHAIN), dict(bits=[3, 3], codebook=CHAIN)
+COMPILED = [
+    dict(kernel="fragments", tokens=64, listed=False, centred=True),
+    dict(kernel="fragments", d=512, tokens=128),
+    dict(kernel="append", steps=4, step=2, centred=True),
+    dict(kernel="fragments", tokens=64, regs=168, **TWO),
+    dict(kernel="join", recent=True, learnt=True, together=16),
+    dict(kernel="append", steps=1, step=1),
+    dict(kernel="past", tokens=256, **THREE),
+    dict(kernel="past", d=512, tokens=128),
+    dict(kernel="recent", sinks=4),
+    dict(kernel="work", sliding=True),
+    dict(kernel="sinks"),
+    dict(kernel="portable", **TWO),
+    dict(kernel="join_past"),
+]
+
+
 @needs_triton
 def test_compiled_for_hopper():
-    """The kernels of a step, with tables and with codes by windows, as they are launched: no
-    spills where they would cost, copies of 16 bytes."""
+    """Kernels of a step, with tables and with codes by windows, as they are launched: no spills
+    where they would cost, copies of 16 bytes. (Others: tests/golden/kernels.json.)"""
     pytest.importorskip("triton.experimental.gluon")
-    two, three = dict(bits=[2, 2], codebook=CHAIN), dict(bits=[3, 3], codebook=CHAIN)
-    rows = ahead_of_time(
-        dict(kernel="fragments", tokens=64),
-        dict(kernel="fragments", tokens=64, listed=False),
-        dict(kernel="fragments", tokens=128, d=64),
-        dict(kernel="fragments", tokens=64, centred=True),
-        dict(kernel="fragments", tokens=64, regs=168, **two),
-        dict(kernel="fragments", tokens=128, centred=True, **three),
-        dict(kernel="append", steps=1, centred=True),
-        dict(kernel="append", steps=1, step=1),
-        dict(kernel="append", steps=4, step=2, centred=True),
-        dict(kernel="join", listed=False),
-        dict(kernel="join", recent=True),
-        dict(kernel="join", recent=True, learnt=True, together=16),
-        dict(kernel="join", together=16, recent=True),
-        dict(kernel="past"),
-        dict(kernel="past", tokens=256, **three),
-        dict(kernel="join_past"),
-        dict(kernel="recent"),
-        dict(kernel="recent", sinks=4),
-        dict(kernel="sinks"),
-        dict(kernel="work"),
-        dict(kernel="work", sliding=True),
-        dict(kernel="portable", **two),
-        dict(kernel="fragments", d=512, tokens=128),
-        dict(kernel="past", d=512, tokens=128),
-        script="aot_cells.py",
-    )
-    for got in rows:
+    cases = COMPILED if SLOW else COMPILED[::2]
+    for got in ahead_of_time(*cases, script="aot_cells.py"):
         assert got["spills"] == 0 and got["registers"] <= 255, got
         assert got["kernel"] != "fragments" or got["copies of 16 bytes"] > 0, got

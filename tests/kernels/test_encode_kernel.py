@@ -14,14 +14,12 @@ import triton.language as tl
 
 from tests.helpers import SLOW, ahead_of_time, covering_pairs
 from turboquant_nb.cache.clock import AppendOperands
-from turboquant_nb.cache.append import angles, append_by_host, first_mean
+from turboquant_nb.cache.append import append_by_host, first_mean
 from turboquant_nb.cache.store import row_tensors, tables_of
 from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import encode, encode_launch, encode_short, launcher
-from turboquant_nb.kernels.launcher import Launcher
+from turboquant_nb.kernels import encode, encode_launch
 from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
-from turboquant_nb.cache.packing import pack, unpack
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe, preset
@@ -118,40 +116,44 @@ def chunks(lengths, b=1, h=2, dk=32, dv=None, dtype=torch.bfloat16, shift=0.5):
     ]
 
 
-@pytest.mark.parametrize("bk, bv", covering_pairs((1, 2, 3, 4), (3, 4, 1, 2)))
-def test_bits(bk, bv):
-    both(Recipe(Spec(bits=bk, center="prompt_mean"), Spec(bits=bv)), chunks((70, 1)))
+MEAN = "prompt_mean"
+CODES = [  # of keys and of values, head sizes, dtype, tile
+    (Spec(1, center=MEAN), Spec(3), (32, 32), torch.bfloat16, 256),
+    (Spec(2, "haar", center=MEAN), Spec(4, "haar"), (32, 48), torch.float16, 16),
+    (Spec(3, "identity", center=MEAN), Spec(1, "identity"), (96, 64), torch.float32, 64),
+    (Spec(4, scale="norm", scale_dtype="bfloat16"), Spec(2), (16, 128), torch.bfloat16, 100),
+    (Spec(3, "haar", center=MEAN), Spec(2, "haar"), (128, 80), torch.bfloat16, 64),
+    (Spec(3, codebook="uniform"), Spec(4, residual="sign"), (112, 240), torch.bfloat16, 64),
+    (Spec(4, scale="unbiased"), Spec(3, scale_dtype="float32"), (256, 16), torch.float32, 64),
+]
+
+
+@pytest.mark.parametrize("key, value, sizes, dtype, tile", CODES)
+def test_codes(key, value, sizes, dtype, tile):
+    "Whole and partial tiles of every kind of code, and a token."
+    both(Recipe(key, value), chunks((70, 1), 1, 2, *sizes, dtype=dtype), dtype, tile=tile)
 
 
 @pytest.mark.parametrize(
-    "dtype, rotation",
-    covering_pairs(
-        (torch.bfloat16, torch.float16, torch.float32), ("hadamard", "haar", "identity")
-    ),
+    "lengths, tile",
+    (((1, 1, 1), 256), ((62, 5, 188, 2, 300), 256), ((256, 256), 256), ((600,), 64)),
 )
-def test_dtypes_and_rotations(dtype, rotation):
-    spec = Spec(rotation=rotation, center="prompt_mean")
-    both(Recipe(spec, replace(spec, center="none", bits=4)), chunks((70,), dtype=dtype), dtype)
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    ((1, 1, 1), (62, 5), (254, 5), (200, 300), (600,), (256, 256), (63, 1, 1, 190, 2, 300)),
-)
-def test_positions(lengths):
-    "One token at every class of position, runs over a quarter and over tiles, whole tiles."
-    both(Recipe(Spec(center="prompt_mean"), Spec(bits=2)), chunks(lengths))
+def test_positions(lengths, tile):
+    """One token at every class of position, runs over a quarter and over tiles, whole tiles,
+    several of one program."""
+    both(Recipe(Spec(center="prompt_mean"), Spec(bits=2)), chunks(lengths), tile=tile)
 
 
 def test_latents():
     """512 channels beside 64: a first chunk, its end, and steps. The mutant leaves out the last
     slice of 32 channels."""
     recipe = Recipe(Spec(center="prompt_mean"), Spec(bits=4), sinks=2, recent=3)
-    parts = chunks((70, 1, 5), h=1, dk=512, dv=64)
+    parts = chunks((20, 1, 5), h=1, dk=512, dv=64)
     haar = Recipe(Spec(rotation="haar"), Spec(bits=4), 2, 3)
-    both(haar, chunks((20, 1), h=1, dk=400, dv=64, dtype=torch.float32), torch.float32)
-    fused, _ = both(recipe, parts)
-    wrong = KVStore(recipe, 1, 1, 512, 64, torch.bfloat16, device=DEVICE)
+    short = chunks((20, 1), h=1, dk=400, dv=64, dtype=torch.float32)
+    both(haar, short, torch.float32, tile=64)
+    fused, _ = both(recipe, parts, tile=64)
+    wrong = KVStore(recipe, 1, 1, 512, 64, torch.bfloat16, device=DEVICE, tile=64)
     cut = [(k * (torch.arange(512, device=k.device) < 480), v) for k, v in parts]
     for k, v in cut:
         kernel.append(wrong, k, v)
@@ -167,106 +169,79 @@ def pre_rope(d, r, base=100.0):
 
 
 @pytest.mark.parametrize(
-    "d,r,dtype",
+    "d, r, dtype, lengths",
     (
-        (32, 32, torch.bfloat16),
-        (64, 32, torch.float16),
-        (80, 80, torch.float32),
-        (128, 128, torch.bfloat16),
-        (256, 256, torch.bfloat16),
-        (256, 128, torch.float32),
-        (512, 512, torch.bfloat16),
+        (32, 32, torch.bfloat16, (150, 66)),
+        (64, 32, torch.float16, (70, 1, 5)),
+        (80, 80, torch.float32, (70, 1)),
+        (128, 128, torch.bfloat16, (140,)),
+        (256, 256, torch.bfloat16, (66, 1)),
+        (256, 128, torch.float32, (20, 3)),
+        (512, 512, torch.bfloat16, (20, 1)),
     ),
 )
-def test_pre_rope_mean(d, r, dtype):
+def test_pre_rope_mean(d, r, dtype, lengths):
     "First chunks of whole and of partly new tiles, short appends, and left padding."
     recipe, freq = pre_rope(d, r)
-    for lengths, tile in (((70, 1, 5), 64), ((150, 66), 64)):
-        parts = chunks(lengths, b=2, h=1, dk=d, dtype=dtype, shift=2.0)
-        fused, plain = (
-            KVStore(recipe, 2, 1, d, d, dtype, device=DEVICE, tile=tile, inv_freq=freq)
-            for _ in range(2)
-        )
-        for store, add in ((fused, kernel.append), (plain, plain_append)):
-            store.set_range(start=torch.tensor([0, 9]))
-            for k, v in parts:
-                add(store, k, v)
-        agree(fused, plain, parts)
-        assert (
-            torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
-        )
+    parts = chunks(lengths, b=2, h=1, dk=d, dtype=dtype, shift=2.0)
+    fused, plain = (
+        KVStore(recipe, 2, 1, d, d, dtype, device=DEVICE, tile=64, inv_freq=freq)
+        for _ in range(2)
+    )
+    for store, add in ((fused, kernel.append), (plain, plain_append)):
+        store.set_range(start=torch.tensor([0, 9]))
+        for k, v in parts:
+            add(store, k, v)
+    agree(fused, plain, parts)
+    assert torch.equal(fused.rope_table, plain.rope_table) and fused.key.mean.abs().max() > 0.5
 
 
 def test_pre_rope_mean_of_fewer_rows_than_a_program_has():
     """One sequence, three heads: a short append has rows to spare, which must not look for a
     centre (conftest.py sees it)."""
-    recipe, freq = pre_rope(128, 128)
-    both(recipe, chunks((40, 1, 2), h=3, dk=128), inv_freq=freq)
-
-
-@pytest.mark.parametrize("rotation", ("haar", "identity"))
-def test_pre_rope_mean_with_other_rotations(rotation):
     recipe, freq = pre_rope(64, 64)
-    both(
-        replace(recipe, key=replace(recipe.key, rotation=rotation)),
-        chunks((70, 3), dk=64, shift=2.0),
-        inv_freq=freq,
-    )
+    both(recipe, chunks((20, 1, 2), h=3, dk=64), inv_freq=freq)
+
+
+def test_pre_rope_mean_with_another_rotation():
+    recipe, freq = pre_rope(64, 64)
+    haar = replace(recipe, key=replace(recipe.key, rotation="haar"))
+    both(haar, chunks((70, 3), dk=64, shift=2.0), inv_freq=freq)
 
 
 @pytest.mark.parametrize(
     "of, starts",
-    covering_pairs(
-        (
-            (32, 32, torch.bfloat16),
-            (80, 40, torch.float32),
-            (256, 128, torch.float16),
-            (512, 64, torch.bfloat16),
-        ),
-        ((0, 37), (299, 12), (0, 0)),
+    (
+        ((32, 32, torch.bfloat16), (0, 37)),
+        ((80, 40, torch.float32), (149, 12)),
+        ((256, 128, torch.float16), (0, 0)),
+        ((512, 64, torch.bfloat16), (0, 37)),
     ),
 )
 def test_fused_mean(of, starts):
-    """The mean of a first chunk against the same in fp64, with padding, few real tokens and a
-    mean that shrinks to 0. Half a step of bf16 is 2**-9 of a value; fp32 sums of 300 terms err
-    by less than 300 * 2**-24 of the largest, twice, for the sum and for the table's
-    rotation."""
+    """The mean of a first chunk is PyTorch's, bit for bit, with padding, few real tokens and a
+    mean that shrinks to 0 (tests/theory/test_centre.py holds that to fp64). The mutant
+    forgets a token."""
     d, r, dtype = of
     recipe, freq = pre_rope(d, r)
     recipe = replace(recipe, value=replace(recipe.value, center="prompt_mean"))
-    for n, shift in ((300, 2.0), (300, 0.0), (5, 1.0)):
-        begin = [min(x, n - 1) for x in starts]
+    for n, shift in ((150, 2.0), (150, 0.0), (5, 1.0)):
+        begin = torch.tensor([min(x, n - 1) for x in starts])
         x = states(2, 2, n, d, dtype, shift=shift)
         store = KVStore(recipe, 2, 2, d, dtype=dtype, device=DEVICE, inv_freq=freq)
-        store.set_range(start=torch.tensor(begin))
+        store.set_range(start=begin)
         store.cos_sin.reach(n)
         for side in store.parts:
-            y = x.double()
-            if side is store.key:
-                y = y.clone()
-                cos, sin = angles(store, 0, n).double().chunk(2, -1)
-                a, b = y[..., : r // 2].clone(), y[..., r // 2 : r].clone()
-                y[..., : r // 2], y[..., r // 2 : r] = a * cos + b * sin, b * cos - a * sin
             got = kernel_mean.fused_mean(store, side, x)
-            same(got.view(torch.int16), first_mean(store, side, x).view(torch.int16))
+            want = first_mean(store, side, x)
+            same(got.view(torch.int16), want.view(torch.int16))
             assert got.dtype == torch.bfloat16 and got.shape == (2, 2, 1, d)
-            for i, first in enumerate(begin):
-                real = y[i, :, first + recipe.sinks :]
-                count, mean = real.shape[1], real.mean(1)
-                if count < 2:
-                    assert not got[i].any()
-                    continue
-                noise = (real - mean[:, None]).square().sum((1, 2)) / (count - 1) / count
-                keep = (1 - noise / mean.square().sum(-1)).clamp(min=0)[:, None]
-                bound = 2**-8 * (mean * keep).abs() + 1200 * 2**-24 * real.abs().amax()
-                assert ((got[i, :, 0].double() - mean * keep).abs() <= bound).all()
-                wrong = y[i].mean(1)  # the mutant: padding and sinks counted
-                assert ((wrong - mean * keep).abs() > bound).any()
+            if shift > 1:
+                assert not torch.equal(got, first_mean(store, side, x[:, :, :-1]))
 
 
 @pytest.mark.parametrize(
-    "n, dtype",
-    covering_pairs((1, 63, 64, 65, 300, 600), (torch.bfloat16, torch.float16, torch.float32)),
+    "n, dtype", covering_pairs((1, 64, 100), (torch.bfloat16, torch.float16, torch.float32))
 )
 def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
     """Alone, and padded in a batch of four, one mean and one code, bit for bit, of PyTorch and
@@ -279,7 +254,9 @@ def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
     def coded(add, rows, pad, **more):
         row, store = (
             rows // 2,
-            KVStore(recipe, rows, 1, 32, dtype=dtype, device=DEVICE, inv_freq=freq, **more),
+            KVStore(
+                recipe, rows, 1, 32, dtype=dtype, device=DEVICE, tile=64, inv_freq=freq, **more
+            ),
         )
         start = torch.full((rows,), pad // 2)
         start[row] = pad
@@ -330,14 +307,14 @@ def test_head_transforms(dtype, center):
     freq = {"inv_freq": pre_rope(64, 64)[1]} if center == "pre_rope" else {}
     both(
         transformed(3, 64, center=center),
-        chunks((70, 1, 18, 5, 200), b=2, h=3, dk=64, dtype=dtype, shift=2.0),
+        chunks((40, 1, 18, 5, 70), b=2, h=3, dk=64, dtype=dtype, shift=2.0),
         dtype,
-        tile=128,
+        tile=64,
         **freq,
     )
 
 
-@pytest.mark.parametrize("d", (16, 80, 128, 256))
+@pytest.mark.parametrize("d", (16, 80, 256))
 def test_maps_of_other_sizes(d):
     both(transformed(2, d, center="prompt_mean", bits=4), chunks((70, 2), dk=d), ties=2e-2)
 
@@ -351,6 +328,15 @@ def test_maps_of_a_static_store():
         KVStore(recipe, 1, 3, 32)
 
 
+def codes_apart(fused, plain):
+    "Share of codes of two stores that differ."
+    held = [
+        torch.cat([s.coded(x, s.offset, s.length).codes for x in ("key", "value")])
+        for s in (fused, plain)
+    ]
+    return float((held[0] != held[1]).float().mean())
+
+
 def test_pre_rope_mean_after_evict_crop_and_growth():
     """Positions go on where tiles were freed, and the table of cosines and sines grows on the
     way."""
@@ -361,16 +347,10 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
         store.evict(70)
         store.crop(3)
     assert plain.offset == 64
-    more = chunks((1, 40, 2), h=1, shift=2.0)
-    for k, v in more:
+    for k, v in chunks((1, 40, 2), h=1, shift=2.0):
         kernel.append(fused, k, v)
         plain.append(k, v)
-    for name in ("key", "value"):
-        a, b = (
-            fused.coded(name, fused.offset, fused.length),
-            plain.coded(name, plain.offset, plain.length),
-        )
-        assert (a.codes != b.codes).float().mean() < 1e-3
+    assert codes_apart(fused, plain) < 1e-3
     right = plain.read()[0].float()[:, :, -20:-16]
     assert (fused.read()[0].float()[:, :, -20:-16] - right).abs().max() < 0.05
     fused.start.add_(20)  # the mutant: rotated by twenty positions too few
@@ -383,21 +363,18 @@ def captured(store, k, v):
 
 
 @pytest.mark.parametrize(
-    "lengths, center",
-    covering_pairs(
-        ((100, 1, 5, 70, 1), (1, 1, 64, 1, 130), (3, 60, 66)),
-        ("pre_rope", "none", "prompt_mean"),
+    "lengths, center, rotation",
+    (
+        ((20, 1, 50), "pre_rope", "hadamard"),
+        ((1, 1, 64, 1), "none", "hadamard"),
+        ((3, 60, 66), "prompt_mean", "haar"),
     ),
 )
-def test_where_the_device_counts(center, lengths):
+def test_where_the_device_counts(lengths, center, rotation):
     "Static stores, eager and as a captured step does it, hold what a plain store holds."
-    recipe, freq = (
-        Recipe(
-            Spec(center=center),
-            Spec(bits=4, center="none" if center == "none" else "prompt_mean"),
-        ),
-        pre_rope(32, 32)[1],
-    )
+    centers = dict(center=center), dict(center="none" if center == "none" else "prompt_mean")
+    recipe = Recipe(*(Spec(bits, rotation, **c) for bits, c in zip((3, 4), centers)))
+    freq = pre_rope(32, 32)[1]
     parts = chunks(lengths, b=2, shift=1.0)
     make = lambda static: KVStore(
         recipe,
@@ -406,7 +383,8 @@ def test_where_the_device_counts(center, lengths):
         32,
         dtype=torch.bfloat16,
         device=DEVICE,
-        max_length=400,
+        tile=64,
+        max_length=200,
         static=static,
         inv_freq=freq,
     )
@@ -418,7 +396,7 @@ def test_where_the_device_counts(center, lengths):
     torch._dynamo.reset()
     compiled = (
         [torch.compile(kernel.append, fullgraph=True, backend="eager")]
-        if center == "pre_rope" and lengths[0] == 100
+        if center == "pre_rope"
         else []
     )
     for add in (kernel.append, captured, *compiled):
@@ -442,13 +420,13 @@ def test_where_the_device_counts(center, lengths):
 def test_a_step_makes_room_and_stays_short(center, monkeypatch):
     """A token that begins a tile, and needs cosines that are not there: tiles are added, and it
     is taken as every other. Where memory runs out nothing has changed."""
-    recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(64, 64)[1]
-    make = lambda: KVStore(recipe, 1, 2, 64, dtype=torch.bfloat16, device=DEVICE, inv_freq=freq)
-    store, plain = make(), make()
-    first, *steps = parts = chunks((256, 1, 1, 2), b=1, dk=64, shift=1.0)
+    recipe, freq = Recipe(Spec(center=center), Spec(bits=4)), pre_rope(32, 32)[1]
+    more = dict(dtype=torch.bfloat16, device=DEVICE, tile=64, inv_freq=freq)
+    store, plain = (KVStore(recipe, 1, 2, 32, **more) for _ in range(2))
+    first, *steps = parts = chunks((64, 1, 2), b=1, shift=1.0)
     kernel.append(store, *first)
     kernel.append(plain, *first)
-    assert store.capacity == 256
+    assert store.capacity == 64
     with monkeypatch.context() as patch:
 
         def full(*args, **kwargs):
@@ -457,45 +435,15 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
         patch.setattr(kernel, "_make_room", full)
         with pytest.raises(torch.OutOfMemoryError):
             kernel.append(store, *steps[0])
-    assert store.length == store.capacity == 256
+    assert store.length == store.capacity == 64
     with monkeypatch.context() as patch:
         patch.setattr(kernel, "append_by_host", lambda *args: pytest.fail("the long way"))
         for k, v in steps:
             kernel.append(store, k, v)
     for k, v in steps:
         plain_append(plain, k, v)
-    assert store.capacity > 256
+    assert store.capacity > 64
     agree(store, plain, parts)
-
-
-def test_a_kernel_is_searched_for_once(monkeypatch):
-    """The first launch is Triton's search; what is of the same kind is launched by the compiled
-    kernel; another kind is searched for again."""
-    monkeypatch.setattr(launcher, "READY", {})
-    searched, launched = [], []
-
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: launched.append((grid, args))
-
-    class Kernel:
-        fn = staticmethod(lambda X, OUT, step, n, N: None)
-        fn.__func__.__annotations__["N"] = "constexpr"
-
-        def __getitem__(self, grid):
-            return lambda *args, **options: (searched.append((grid, args)), Compiled())[1]
-
-    named = dict(X=torch.zeros(8), OUT=torch.ones(8), step=2, n=5, N=16)
-    by_name = Launcher(Kernel())
-    for n, size in ((5, 5), (9, 7)):
-        by_name(size, named | dict(n=n), {}, num_warps=1)
-    ((grid, args),) = launched
-    assert grid == (7, 1, 1) and args[0] is named["X"] and args[2:] == (2, 9, 16)
-    assert len(searched) == 1 and searched[0][1][0] is named["X"]
-    elsewhere = torch.zeros(8, device="meta")  # Triton's to refuse, as all that is searched for
-    for new, warps in ((dict(step=1), 1), (dict(), 2), (dict(OUT=elsewhere), 1)):
-        by_name(7, named | new, {}, num_warps=warps)
-    assert len(searched) == 4 and len(launched) == 1
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -535,11 +483,10 @@ def test_cuda_graph(center):
     agree(store, plain, [first, *parts])
 
 
-@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
-def test_a_captured_step_that_does_not_fit(center):
+def test_a_captured_step_that_does_not_fit():
     "No code is written, the last token becomes NaN, and `sync` says so once."
     store = KVStore(
-        Recipe(Spec(center=center), Spec()),
+        Recipe(Spec(center="pre_rope"), Spec()),
         1,
         2,
         32,
@@ -574,67 +521,11 @@ def test_a_captured_step_that_does_not_fit(center):
     assert store.sync() == 104 and not store.read()[0].isnan().any()
 
 
-@pytest.mark.parametrize("first", (0, 1, 63, 64, 127, 128, 191, 192, 255, 256))
-def test_one_token_leaves_others_alone(first):
-    "Planes full of random codes change in the slots of one token only."
-    recipe = Recipe(Spec(bits=3), Spec(bits=4), sinks=0, recent=0)
-    store = KVStore(recipe, 1, 2, 32, dtype=torch.bfloat16, device=DEVICE, max_length=512)
-    gen, before = torch.Generator().manual_seed(1), {}
-    for name, side in (("key", store.key), ("value", store.value)):
-        layout = side.memory.groups[0].layout
-        before[name] = torch.randint(
-            0, 2**layout.bits, (1, 2, 512, 32), dtype=torch.uint8, generator=gen
-        ).to(DEVICE)
-        for n, p in zip(side.memory.groups[0].names, pack(before[name], layout)):
-            side.tensors[n].copy_(p)
-        side.tensors["scale"].fill_(7)
-    k, v = states(1, 2, 1, 32), states(1, 2, 1, 32, seed=1)
-    encode_launch.encode_append(store, k, v, first)
-    for name, side, x in (("key", store.key, k), ("value", store.value, v)):
-        codes = unpack(
-            [side.tensors[n] for n in side.memory.groups[0].names], side.memory.groups[0].layout
-        )
-        want = side.q.encode(x)
-        assert not (
-            (codes[:, :, first : first + 1] != want.codes) & ~near_edges(side, x, None)
-        ).any()
-        others = torch.arange(512) != first
-        assert torch.equal(codes[:, :, others], before[name][:, :, others])
-        scale = side.tensors["scale"].flatten(2)
-        assert (scale[:, :, others] == 7).all() and torch.allclose(
-            scale[:, :, first : first + 1].float(), want.scale.float(), rtol=1e-3
-        )
-
-
-@pytest.mark.parametrize(
-    "dk,dv", ((16, 48), (64, 80), (96, 64), (112, 240), (128, 128), (256, 16))
-)
-def test_head_sizes(dk, dv):
-    both(preset("k4v3"), chunks((66,), dk=dk, dv=dv, h=1))
-
-
-@pytest.mark.parametrize(
-    "scale, kind",
-    covering_pairs(("mse", "norm", "unbiased"), ("float16", "bfloat16", "float32")),
-)
-def test_scales(scale, kind):
-    both(
-        Recipe(
-            Spec(scale=scale, scale_dtype=kind), Spec(bits=2, scale=scale, scale_dtype=kind)
-        ),
-        chunks((40,)),
-    )
-
-
-def test_tables_and_sign_residual():
-    both(Recipe(Spec(bits=4, codebook="uniform"), Spec(bits=3, residual="sign")), chunks((40,)))
-
-
 CHAIN = "trellis"
 WINDOWS = [  # of keys and values: bits, name; head size, centre of keys, scale, tokens, static
-    ((2, CHAIN), (2, CHAIN), 64, "pre_rope", "mse", 2, False),
+    ((2, CHAIN), (2, CHAIN), 32, "pre_rope", "mse", 1, False),
     ((3, "sphere"), (2, CHAIN), 64, "prompt_mean", "mse", 1, True),
-    ((3, CHAIN), (4, "sphere"), 128, "none", "unbiased", 2, False),
+    ((3, CHAIN), (4, "sphere"), 16, "none", "unbiased", 2, False),
     ((1, CHAIN), (1, CHAIN), 80, "none", "norm", 1, False),
     ((3, CHAIN), (3, CHAIN), 16, "none", "mse", 2, True),
 ]
@@ -677,22 +568,17 @@ def test_states_that_codes_by_windows_cannot_hold():
     "Flags go up as with tables; zeros have scale zero."
     side = Spec(2, codebook=CHAIN)
     make = lambda: KVStore(
-        Recipe(side, side), 1, 1, 64, device=DEVICE, tile=64, max_length=20, static=True
+        Recipe(side, side), 1, 1, 16, device=DEVICE, tile=64, max_length=20, static=True
     )
     for bad in (float("nan"), float("inf"), 1e30):
         store = make()
-        kernel.append(store, *torch.randn(2, 1, 1, 9, 64, device=DEVICE))
-        x = torch.zeros(1, 1, 1, 64, device=DEVICE)
+        kernel.append(store, *torch.randn(2, 1, 1, 9, 16, device=DEVICE))
+        x = torch.zeros(1, 1, 1, 16, device=DEVICE)
         kernel.append(store, x, x)
         assert store.sync() == 10 and not store.coded("key", 9, 10).scale.any()
         kernel.append(store, x, x.clone().fill_(bad))
         with pytest.raises(ValueError, match="v"):
             store.sync()
-
-
-@pytest.mark.parametrize("tile", (16, 100))
-def test_tiles(tile):
-    both(preset("k3v3"), chunks((7, 60), h=1, b=2), tile=tile)
 
 
 def test_strides():
@@ -706,23 +592,17 @@ def test_strides():
 
 
 def test_decay_evict_crop():
-    "Planes without their first tiles, and a write after crop over old codes."
+    "Planes without their first tiles, and writes after a crop over old codes."
     recipe = Recipe(Spec(bits=3), Spec(bits=4), decay=64)
-    parts = chunks((300, 300, 5))
-    fused, plain = both(recipe, parts, tile=64)
+    fused, plain = both(recipe, chunks((150, 100, 5)), tile=64)
     for store in (fused, plain):
         assert store.key.memory.truncated_tiles > 0
         store.crop(30)
-        store.evict(200)
-    more = chunks((50,), shift=0)
-    kernel.append(fused, *more[0])
-    plain.append(*more[0])
-    for name in ("key", "value"):
-        a, b = (
-            fused.coded(name, fused.offset, fused.length),
-            plain.coded(name, plain.offset, plain.length),
-        )
-        assert (a.codes != b.codes).float().mean() < 1e-4
+        store.evict(100)
+    for k, v in chunks((1, 50), shift=0):
+        kernel.append(fused, k, v)
+        plain.append(k, v)
+    assert codes_apart(fused, plain) < 1e-4
 
 
 def test_zero_vectors_and_outliers():
@@ -737,7 +617,7 @@ def test_zero_vectors_and_outliers():
 BAD = (
     (float("nan"), "finite"),
     (float("inf"), "finite"),
-    (3e6, "needs a scale"),
+    (1e5, "needs a scale"),
     (3e38, "overflows"),
 )
 
@@ -748,31 +628,28 @@ def test_refused_states_leave_the_store(n, wait):
     store = KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE)
     kernel.append(store, x, x)
     before = [t.clone() for t in store.read()]
-    for bad, said in BAD:
+    for i, (bad, said) in enumerate(BAD):
         y = x.clone()
         y[0, 1, 3] = bad
-        for k, v in ((x, y), (y, x)):
-            with pytest.raises(ValueError, match=said):
-                kernel.append(store, k, v, wait=wait)
+        with pytest.raises(ValueError, match=said):
+            kernel.append(store, *((x, y) if i % 2 else (y, x)), wait=wait)
         assert store.length == n and all(
             torch.equal(a, b) for a, b in zip(before, store.read())
         )
 
 
-ASKED = [
-    (n, wait, side)
-    for n, wait in ((8, None), (8, False), (70, False), (300, False))
-    for side in (0, 1)
-]
-
-
 @pytest.mark.parametrize(
-    "asked, bad", covering_pairs(ASKED, [bad for bad, _ in (*BAD, *reversed(BAD))])
+    "n, wait, side, bad",
+    (
+        (8, None, 0, torch.inf),
+        (8, False, 1, torch.nan),
+        (70, False, 0, 1e5),
+        (300, False, 1, 3e38),
+    ),
 )
-def test_states_taken_without_waiting(asked, bad):
+def test_states_taken_without_waiting(n, wait, side, bad):
     """A short append, and a long one that may not wait, takes what it is given; attention to it
     is NaN, and `sync` raises once. What is right is coded as ever."""
-    n, wait, side = asked
     x = states(1, 2, n, 32, torch.float32)
     store, waits = (KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE) for _ in range(2))
     for s in (store, waits):
@@ -846,11 +723,8 @@ def test_flags_go_up_and_nothing_beside_them(way):
 
 def test_refusals():
     for recipe, args, why in (
-        (preset("k3v3"), (72,), "multiple of 16"),
         (preset("k3v3"), (528,), "up to 512"),
-        (Recipe(key=Spec(bits=2.5)), (64,), "keys: bits must be one integer"),
-        (Recipe(value=Spec(bits=(3,) * 64)), (64,), "values: bits"),
-        (Recipe(residual="prod"), (64,), "QJL"),
+        (Recipe(value=Spec(bits=(3,) * 64)), (64,), "values: bits must be one integer"),
         (preset("k3v3"), (64, None, torch.float64), "dtype"),
         (preset("k3v3"), (64, None, torch.bfloat16, DEVICE, 70000), "65535"),
     ):
@@ -859,123 +733,43 @@ def test_refusals():
     assert not encode_launch.refuses("k3v3", 64, device=DEVICE)
 
 
-@pytest.mark.parametrize(
-    "d, lanes", [(16, 16), (32, 16), (64, 32), (80, 64), (128, 64), (256, 128)]
-)
-def test_a_half_of_a_head_has_as_many_lanes_as_a_power_of_two(d, lanes):
-    "More would be as right, and cost as much again."
-    side = encode.CodedSide(d, torch.bfloat16, 3, "mse", torch.float16)
-    rotation = encode.RotationOperand(torch.empty(1, d, d), 1.0, True)
-    assert encode.CodingConstants.of(side, rotation).HALF == lanes
-
-
 def test_bad_arguments():
-    store = KVStore(
-        preset("k3v3"), 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, max_length=256
+    "What chapter 40 does not show."
+    make = lambda recipe, **more: KVStore(
+        recipe, 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, **more
     )
-    x = states(1, 2, 4, 32)
-    with pytest.raises(ValueError, match="k must be torch.bfloat16 on .* like the store"):
-        encode_launch.encode_append(store, x.double(), x, 0)
-    with pytest.raises(ValueError, match="v must have shape"):
-        encode_launch.encode_append(store, x, x[..., :24], 0)
+    store, x = make("k3v3", max_length=256), states(1, 2, 4, 32)
     with pytest.raises(ValueError, match="equally many tokens, got 4 and 3"):
         encode_launch.encode_append(store, x, x[:, :, :3], 0)
-    for first in (-1, 254):
-        with pytest.raises(ValueError, match=f"tokens must lie in .0, 256., got {first}"):
-            encode_launch.encode_append(store, x, x, first)
-    odd = KVStore(
-        Recipe(Spec(center="pre_rope"), Spec(), 0, 0),
-        1,
-        2,
-        32,
-        dtype=torch.bfloat16,
-        device=DEVICE,
-        max_length=512,
-        inv_freq=100.0 ** (-torch.arange(16) / 16),
-    )
+    with pytest.raises(ValueError, match="tokens must lie in .0, 256., got -1"):
+        encode_launch.encode_append(store, x, x, -1)
+    recipe, freq = pre_rope(32, 32)
+    odd = make(replace(recipe, sinks=0, recent=0), max_length=512, inv_freq=freq)
     odd.cos_sin.table = odd.cos_sin.table[:256]
     with pytest.raises(ValueError, match="for 304 positions; got 256"):
         encode_launch.encode_append(odd, x, x, 300)
     with pytest.raises(ValueError, match="cannot serve"):
-        kernel.append(
-            KVStore(Recipe(residual="prod"), 1, 2, 32, dtype=torch.bfloat16, device=DEVICE),
-            x,
-            x,
-        )
+        kernel.append(make(Recipe(residual="prod")), x, x)
 
 
 # (what is compiled, most registers a thread, most bytes of spills a thread, most kB of shared
 # memory)
-LIMITS = [
+LIMITS = [  # (others, to the register: tests/golden/kernels.json)
     ({"capability": 80}, 168, 320, 64),
-    ({"capability": 80, "n": 1}, 168, 0, 48),
     ({"capability": 80, "d": 256}, 255, 256, 99),
     ({"capability": 80, "r": 128}, 255, 64, 99),
-    ({"capability": 90}, 255, 16, 99),
-    ({"capability": 90, "bits": [4, 4]}, 255, 16, 99),
-    ({"capability": 90, "n": 1}, 168, 0, 48),
+    ({"capability": 80, "n": 1}, 168, 0, 48),
     ({"capability": 90, "n": 1, "d": 256}, 168, 64, 99),
-    ({"capability": 90, "d": 64}, 168, 0, 50),
-    ({"capability": 90, "d": 256}, 255, 64, 200),
     ({"capability": 90, "n": 1, "d": 512, "dv": 64, "bits": [3, 4]}, 255, 0, 48),
     ({"capability": 90, "d": 512, "dv": 64, "bits": [3, 4], "whole": False}, 255, 0, 48),
     ({"capability": 90, "d": 512, "r": 512, "whole": False}, 255, 0, 48),
     ({"capability": 80, "d": 512, "r": 512, "parts": 3, "n": 1}, 255, 64, 99),
-    ({"capability": 90, "parts": 3, "whole": False}, 255, 64, 99),
-    ({"capability": 90, "r": 128}, 168, 0, 99),
     ({"capability": 90, "n": 1, "r": 128}, 168, 0, 48),
-    ({"capability": 90, "r": 128, "transform": True}, 168, 0, 99),
-    ({"capability": 90, "n": 1, "r": 128, "transform": True}, 168, 0, 48),
     ({"capability": 90, "n": 1, "bits": [2, 2], "step": 1}, 168, 0, 48),
+    ({"capability": 90, "r": 128, "transform": True}, 168, 0, 99),
     ({"capability": 90, "n": 1, "bits": [3, 3], "step": 2, "static": True}, 168, 0, 8),
 ]
-LIMITS = LIMITS if SLOW else LIMITS[::4]
-
-
-def names_of(fields, side):
-    """The kernel's names of one side's arguments: K or k before those of keys, V or v before
-    those of values."""
-    return [(side.upper() if name[0].isupper() else side) + name for name in fields]
-
-
-def test_arguments_stand_where_the_kernels_have_them():
-    """Sides are handed over by position: their fields are the kernels' parameters. The mutant:
-    two fields change places."""
-    for side, f, rest in (
-        (
-            encode_launch.ShortSide,
-            encode_short._short_kernel,
-            [
-                "START",
-                "COS_SIN",
-                "POSITION",
-                "FLAG",
-                "heads",
-                "rows",
-                "first",
-                "base",
-                "n",
-                "tiles",
-                "limit",
-                "KC",
-                "VC",
-                "sinks",
-                "ring",
-                "R",
-                "M",
-                "STATIC",
-                "WIDE",
-                "STEP",
-            ],
-        ),
-        (encode_launch.LongSide, encode._encode_kernel, None),
-    ):
-        names, fields = list(f.arg_names), list(side._fields)
-        want = names_of(fields, "k") + names_of(fields, "v")
-        assert names[: len(want)] == want
-        assert rest is None or names[len(want) :] == rest
-        fields[1], fields[2] = fields[2], fields[1]
-        assert names[: len(want)] != names_of(fields, "k") + names_of(fields, "v")
+LIMITS = LIMITS if SLOW else LIMITS[::3]
 
 
 def test_addresses_are_those_of_the_tensors():
@@ -1032,7 +826,7 @@ def test_a_short_append_reads_before_it_writes(compiled):
 
 def test_the_kernel_of_a_mean_is_compiled_at_once():
     "Of sums by `tl.split` the compiler was not through in minutes at 256 channels."
-    sizes, before = [{"mean": d} for d in (64, 128, 256, 512)], os.times().children_user
+    sizes, before = [{"mean": d} for d in (256, 512)], os.times().children_user
     for used in ahead_of_time(*sizes, script="aot_encode.py"):
         assert used["spills"] == 0 and used["registers"] <= 255 and used["shared"] <= 64 << 10
     assert os.times().children_user - before < 60  # seconds

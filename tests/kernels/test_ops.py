@@ -30,22 +30,6 @@ def filled(device="cpu", **kwargs):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        dict(),
-        dict(sliding_window=50),
-        dict(softcap=20.0),
-        dict(causal=False),
-        dict(scaling=0.3),
-    ],
-)
-def test_auto_is_the_reference_on_a_cpu(call):
-    store, q = filled()
-    got, want = ops.attend(q, store, **call), attention.attend(q, store, **call)
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-
-
-@pytest.mark.parametrize(
     "call, why",
     [
         (dict(mask=torch.ones(2, 1, 3, 300, dtype=torch.bool)), "not masks"),
@@ -60,63 +44,25 @@ def test_a_named_backend_gives_its_reason(call, why):
         ops.attend(q, store, backend="triton", **call)
 
 
-@pytest.mark.skipif(CUDA, reason="a device could serve")
-def test_without_a_device_the_reason_is_about_devices_or_triton():
-    store, q = filled()
-    why = ops.explain(q, store)["triton"]
-    assert "Triton" in why or "CUDA" in why or "cpu" in why, why
-
-
 def test_explain_lists_torch_last_and_always():
     store, q = filled()
     answers = ops.explain(q, store)
     assert [*answers] == ["triton", "flash", "cpu", "blocks", "torch"]
     assert not answers["torch"]
+    assert CUDA or "Triton" in answers["triton"] or "cpu" in answers["triton"], answers
 
 
-@pytest.mark.parametrize("backend", ["cuda", "", None])
-def test_unknown_names(backend):
+def test_unknown_names():
     store, q = filled()
     with pytest.raises(ValueError, match="backend must be 'auto', 'triton', 'flash', "):
-        ops.attend(q, store, backend=backend)
-    with pytest.raises(ValueError, match="backend must be 'auto'"):
-        ops.append(store, q[:, :2], q[:, :2], backend=backend)
+        ops.attend(q, store, backend=None)
 
 
-@pytest.mark.parametrize(
-    "recipe", [dict(), dict(residual="prod"), dict(key=Spec(bits=2.5)), dict(decay=256)]
-)
-def test_append_leaves_the_state_of_the_store(recipe):
-    (a, _), (b, _) = filled(**recipe), filled(**recipe)
-    k, v = torch.randn(2, 2, 70, 64), torch.randn(2, 2, 70, 64)
-    a.append(k, v)
-    name = ops.append(b, k, v)
-    assert name == "torch" and a.length == b.length
-    for side in ("key", "value"):
-        for n, t in getattr(a, side).tensors.items():
-            assert torch.equal(t, getattr(b, side).tensors[n]), n
-
-
-@pytest.mark.parametrize(
-    "recipe, why", [(dict(residual="prod"), "keys"), (dict(value=Spec(bits=2.5)), "values")]
-)
-def test_append_by_a_kernel_that_cannot(recipe, why):
-    store, q = filled(**recipe)
-    with pytest.raises(ValueError, match=f"cannot serve this store: .*{why}"):
+def test_append_by_a_kernel_that_cannot():
+    store, q = filled(value=Spec(bits=2.5))
+    with pytest.raises(ValueError, match="cannot serve this store: .*values"):
         ops.append(store, q[:, :2], q[:, :2], backend="triton")
     assert store.length == 300
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_refused_append_changes_nothing(bad):
-    store, q = filled()
-    before = {n: t.clone() for n, t in store.key.tensors.items()}
-    k = torch.full((2, 2, 5, 64), bad)
-    with pytest.raises(ValueError):
-        ops.append(store, k, k)
-    assert store.length == 300 and all(
-        torch.equal(t, before[n]) for n, t in store.key.tensors.items()
-    )
 
 
 def close(got, want, limit=1e-5):
@@ -126,12 +72,19 @@ def close(got, want, limit=1e-5):
 # --- long chunks
 # -----------------------------------------------------------------------------------
 
-CHUNKS = [
-    dict(),
-    dict(sliding_window=20),
-    dict(sliding_window=120),
-    dict(sliding_window=400),
-    dict(scaling=0.3),
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CHUNKS = [  # of a recipe, a call, where two sequences begin, dtype, tokens of a block
+    ("plain", dict(sliding_window=400), (0, 0), F32, 128),
+    ("plain", dict(sliding_window=120), (299, 310), BF16, 128),
+    ("plain", dict(sliding_window=32), (0, 0), F32, 4096),
+    ("mean", dict(sliding_window=20), (0, 130), F32, 128),
+    ("qjl", dict(sliding_window=120), (0, 130), F32, 128),
+    ("bits", dict(), (299, 310), F32, 128),
+    ("decay", dict(sliding_window=120), (0, 130), F32, 128),
+    ("exact", dict(sliding_window=20), (299, 310), F32, 128),
+    ("exact", dict(scaling=0.3), (0, 0), F16, 4096),
+    ("pre_rope", dict(), (299, 310), F32, 128),
+    ("pre_rope", dict(sliding_window=400), (0, 130), F32, 128),
 ]
 KINDS = {
     "plain": Recipe(),
@@ -144,49 +97,31 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("call", CHUNKS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("start", [(0, 0), (0, 130), (299, 310)])
-def test_long_chunks_are_the_reference(call, kind, start, monkeypatch):
+@pytest.mark.parametrize("kind, call, start, dtype, block", CHUNKS)
+def test_long_chunks_are_the_reference(kind, call, start, dtype, block, monkeypatch):
     """Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows
     that see nothing give 0 and -inf."""
-    monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * 128)
+    monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * block)
     device = "cuda" if CUDA else "cpu"
     g = torch.Generator().manual_seed(0)
-    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device)
+    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device, dtype)
     rope_table = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
-    store = KVStore(KINDS[kind], 2, 2, 64, device=device, **rope_table)
+    store = KVStore(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **rope_table)
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
     store.append(k, v)
     assert ops.select_backend(Call.of(q, store, k, v, **call)).backend == "flash"
-    got, want = ops.attend(q, store, k, v, **call), attention.attend(q, store, k, v, **call)
-    assert torch.allclose(got[0], want[0], atol=2e-5), (got[0] - want[0]).abs().max()
-    assert torch.equal(got[1].isinf(), want[1].isinf())
-    seen = ~want[1].isinf()
-    assert torch.allclose(got[1][seen], want[1][seen], atol=2e-5) and not got[0][~seen].any()
-
-
-@pytest.mark.parametrize("dtype, limit", [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("call", [dict(), dict(sliding_window=100)])
-def test_long_chunks_in_half_precision(dtype, limit, call):
-    device = "cuda" if CUDA else "cpu"
-    new = lambda h, n: torch.randn(
-        2, h, n, 64, generator=torch.Generator().manual_seed(h + n)
-    ).to(device, dtype)
-    store = KVStore(Recipe(), 2, 2, 64, dtype=dtype, device=device)
-    store.set_range(start=torch.tensor([0, 40]))
-    store.append(new(2, 300), new(2, 300))
-    k, v, q = new(2, 70), new(2, 70), new(8, 70)
-    store.append(k, v)
-    got, want = (
-        ops.attend(q, store, k, v, backend="flash", **call),
+    (out, lse), want = (
+        ops.attend(q, store, k, v, **call),
         attention.attend(q, store, k, v, **call),
     )
-    assert got[0].dtype == dtype and got[1].dtype == torch.float32
-    assert (got[0] - want[0]).float().norm() < limit * want[0].float().norm()
-    assert (got[1] - want[1]).abs().max() < 2e-2
+    limit = {F32: 2e-5, F16: 4e-3, BF16: 2e-2}[dtype]
+    assert out.dtype == dtype and lse.dtype == F32
+    assert (out - want.out).abs().max() < limit * (1 + want.out.abs().max())
+    assert torch.equal(lse.isinf(), want.lse.isinf())
+    seen = ~lse.isinf()
+    assert (lse - want.lse)[seen].abs().max() < max(1e-4, limit) and not out[~seen].any()
 
 
 @pytest.mark.parametrize(
@@ -234,9 +169,7 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds(monkeypatch):
 @pytest.mark.parametrize(
     "change, served",
     [
-        (dict(), ON_CPU),
-        (dict(sliding_window=50), ON_CPU),
-        (dict(softcap=20.0), ON_CPU),
+        (dict(sliding_window=50, softcap=20.0), ON_CPU),
         (dict(causal=False), ON_CPU),
         (dict(first=7), "torch"),
         (dict(mask=torch.ones(2, 1, 1, 300, dtype=torch.bool)), "torch"),
@@ -281,8 +214,17 @@ def in_fp64(q, store, k, v, latent=False, ends=True):
 
 @torch.no_grad()
 # queries, and whether their exact keys and values come along
-@pytest.mark.parametrize("n, given", ((1, False), (1, True), (5, True), (40, True)))
-@pytest.mark.parametrize("latent", (False, True))
+@pytest.mark.parametrize(
+    "latent, n, given",
+    (
+        (False, 1, False),
+        (False, 1, True),
+        (False, 5, True),
+        (False, 40, True),
+        (True, 1, False),
+        (True, 40, True),
+    ),
+)
 def test_every_backend_serves_ends_of_sequences_or_says_why_not(latent, n, given):
     """Sequences that end with the store, within the last chunk and before it, and one that is
     empty. Who takes no notice of ends is off by the size of what is right."""
@@ -346,31 +288,14 @@ def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
     close(ops.attend(q, store), attention.attend(q, store))
 
 
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("call", [dict(), dict(sliding_window=50), dict(softcap=20.0)])
-def test_triton_agrees_on_a_gpu(call):
-    store, q = filled("cuda", key=Spec(center="prompt_mean"))
-    assert not ops.explain(q, store, **call)["triton"]
-    got, want = (
-        ops.attend(q, store, backend="triton", **call),
-        attention.attend(q, store, **call),
-    )
-    assert (got[0] - want[0]).norm() <= 1e-3 * want[0].norm()
-    assert (got[1] - want[1]).abs().max() < 1e-2
-
-
 @pytest.mark.skipif(
     not CUDA and not ops.launch.is_interpreted(), reason="needs a GPU or Triton's interpreter"
 )
-@pytest.mark.parametrize("n", (3, 18))
-def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
-    """Each query reads its own recent tokens exactly, in one call for all of them; more than 16
+def test_drafts_are_one_call_of_the_kernel(monkeypatch):
+    """Each query reads its own recent tokens exactly, in one call for all of them, more than 16
     as well. The mutant is one exact token more."""
-    store, g, calls = (
-        KVStore(Recipe(recent=4), 1, 1, 64, device="cuda" if CUDA else "cpu"),
-        torch.Generator().manual_seed(1),
-        [],
-    )
+    g, calls, n = torch.Generator().manual_seed(1), [], 18
+    store = KVStore(Recipe(recent=4), 1, 1, 64, device="cuda" if CUDA else "cpu")
     store.append(*torch.randn(2, 1, 1, 40, 64, generator=g).to(store.device))
     q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))
     tail = tail_with(store, k, v)
@@ -378,32 +303,12 @@ def test_drafts_are_one_call_of_the_kernel(n, monkeypatch):
     run = ops.launch.Triton.run
     counted = lambda self, call: calls.append(call) or run(self, call)
     monkeypatch.setattr(ops.launch.Triton, "run", counted)
-    ask = dict(recent=4, backend="triton")
-    assert not ops.explain(q, store, tail.key, tail.value, **ask)["triton"]
-    got, lse = ops.attend(q, store, tail.key, tail.value, recent=4, backend="triton")
-    want, want_lse = attention.attend(q, store, tail.key, tail.value, recent=4)
-    error = lambda x: float((got - x).norm() / x.norm())
-    assert len(calls) == 1 and error(want) <= 1e-3 and (lse - want_lse).abs().max() < 1e-3
-    assert error(attention.attend(q, store, tail.key, tail.value, recent=5)[0]) > 3e-3
-
-
-@pytest.mark.parametrize("recent,start", ((0, None), (16, [0, 37]), (16, None)))
-def test_a_range_is_read_as_a_part_of_the_whole(recent, start):
-    """`KVStore.read(first, last)`, which long chunks go through, block by block; exact tokens
-    of other blocks stay out. The mutant is the next range."""
-    g = torch.Generator().manual_seed(0)
-    store = KVStore(
-        Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=4, recent=recent), 2, 2, 64
+    got = ops.attend(q, store, tail.key, tail.value, recent=4, backend="triton").out
+    right, wrong = (
+        attention.attend(q, store, tail.key, tail.value, recent=n).out for n in (4, 5)
     )
-    if start is not None:
-        store.set_range(start=torch.tensor(start))
-    for n in (290, 10):
-        store.append(*torch.randn(2, 2, 2, n, 64, generator=g))
-    whole = store.read()
-    for first, last in ((0, 5), (3, 128), (128, 290), (280, 299), (0, 300)):
-        for part, x in zip(store.read(first, last), whole):
-            torch.testing.assert_close(part, x[:, :, first:last], rtol=0, atol=1e-6)
-        assert not torch.equal(store.read(first, last - 1)[0], whole[0][:, :, first + 1 : last])
+    error = lambda x: float((got - x).norm() / x.norm())
+    assert len(calls) == 1 and error(right) <= 1e-3 and error(wrong) > 3e-3
 
 
 class Dense(attention.Backend):
@@ -449,7 +354,8 @@ def test_a_backend_added_in_one_place_serves_a_whole_model(backend, monkeypatch)
 
 @pytest.mark.parametrize("missing", ["triton", "triton.experimental.gluon"])
 def test_kernels_are_imported_without_triton(missing):
-    "Every module of the folder, in a process that cannot import it; PyTorch attends."
+    """Every module of the folder, in a process that cannot import it; PyTorch attends, and who
+    asks for a kernel is told how to install it."""
     code = f"""
 import importlib, pkgutil, sys
 class Missing:
@@ -462,26 +368,11 @@ for x in pkgutil.iter_modules(kernels.__path__):
     importlib.import_module('turboquant_nb.kernels.' + x.name)
 store = KVStore('k3v3', 1, 1, 64)
 store.append(*torch.randn(2, 1, 1, 20, 64))
-kernels.ops.attend(torch.randn(1, 2, 1, 64), store)
+q = torch.randn(1, 2, 1, 64)
+kernels.ops.attend(q, store)
+print(kernels.launch.refuses(kernels.ops.Call.of(q, store)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("n", (33, 40))
-def test_a_long_chunk_sees_no_past_beyond_its_window(n):
-    "Windows that are shorter than the chunk, a past in one block. Kills: no bias for it."
-    g = torch.Generator().manual_seed(n)
-    store = KVStore(Recipe(Spec(4), Spec(4), sinks=0, recent=0), 1, 2, 16)
-    q, k, v = (torch.randn(1, h, 300 + n, 16, generator=g) for h in (4, 2, 2))
-    store.append(k[:, :, :300], v[:, :, :300])
-    store.append(k[:, :, 300:], v[:, :, 300:])
-    q, tail = q[:, :, 300:], (k[:, :, 300:], v[:, :, 300:])
-    kd, vd = (torch.cat([c[:, :, :300], x], 2) for c, x in zip(store.read(), tail))
-    at, p = torch.arange(300, 300 + n)[:, None], torch.arange(300 + n)
-    mask = ((p <= at) & (p > at - 32))[None, None]
-    want = attention.dense_attention(q, kd, vd, mask=mask)
-    kind = ops.Call.of(q, store, *tail, sliding_window=32)
-    assert ops.select_backend(kind).backend == "flash"
-    for a, b in zip(ops.attend(q, store, *tail, sliding_window=32), want):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    told = 'Triton is not installed: pip install "turboquant-nb[triton] @ git+'
+    assert done.stdout.startswith(told) == (missing == "triton"), done.stdout
