@@ -28,9 +28,9 @@ interpreter.quicken()
 # Files that take longest, which several processes (pytest-xdist, one file each at a time) begin
 # with: no long file is left for the end.
 LONGEST = (
-    "hf encode_kernel hf_kernels hf_model cpu decode_kernel harness hf_graphs hf_vision "
-    "models compiled cells ops hf_random broken_off evaluate way viterbi step hf_static "
-    "calibrate readme bench pair_scale targets"
+    "encode_kernel decode_kernel cells hf hf_graphs store cpu hf_model hf_kernels ops way "
+    "broken_off compiled architectures viterbi readme esm vision hf_static golden hf_system "
+    "targets blocks apple calibrate bench codebook"
 ).split()
 
 
