@@ -15,6 +15,7 @@ _LEAST = 'cli/app says it for every number that has a least: "{} must be at leas
 _PLAN = "of the target of an encode, which is no object any more"
 _WEB = "of the side-by-side page, which is a conversation now"
 _INSTALL = "by `checks.missing`, with the repository's address: no index has the package"
+_HEAD = "of a GGUF file; its library says so, and cli/inputs that it is damaged"
 GONE: dict[str, str] = {
     "this package is imported but not installed, so vLLM cannot find its backend: pip install "
     "turboquant-nb": _INSTALL,
@@ -44,6 +45,10 @@ GONE: dict[str, str] = {
     "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
         "of eval needle, whose sentences eval long asks for"
     ),
+    "the file ends inside its head": _HEAD,
+    "the file ends inside its head, or is damaged there ({})": _HEAD,
+    "expected a GGUF file of version 2 or 3, got {}, version {}": _HEAD,
+    "a GGUF value has one of the kinds 0 to 12, got {}": _HEAD,
     "apps/search": "the index is the chapter's own (85), of forty lines",
     "cli/bench": "scripts/bench measures; the command repeated a part of it",
     "kernels/latents": "latents are attended to block by block, which serves every code",
