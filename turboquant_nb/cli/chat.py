@@ -201,7 +201,6 @@ def status(cache, seconds: float = 0.0, tokens: int = 0) -> str:  # one line
     speed = f"; {tokens / seconds:.1f} tokens/s" if seconds > 0 and tokens else ""
     return f"{report['tokens']:,} tokens in {report['nbytes']:,} bytes, {saved} 16 bits{speed}"
 
-
 # %% ../../nbs/reference/87e_cli_chat.ipynb #2d4b8f05
 _HELP = """/save FILE   save the conversation, bit for bit
 /load FILE   go on with a saved one
