@@ -43,7 +43,8 @@ def same_tokens(model, inputs, caches, **options):
     "way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False])
 )
 def test_tokens_of_captured_steps_are_those_of_eager_ones(way, padded):
-    """One capture, and every step after the two that come before it is a replay. Kills: a length, a position or padding that Python baked into the recording."""
+    """One capture, and every step after the two that come before it is a replay. Kills: a
+    length, a position or padding that Python baked into the recording."""
     options = {
         "greedy": {},
         "sampled": dict(do_sample=True),

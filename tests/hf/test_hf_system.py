@@ -1,4 +1,4 @@
-"""What surrounds a cache: tensor parallel ranks, weights that stream in, and the wrong model."""
+"What surrounds a cache: tensor parallel ranks, weights that stream in, the wrong model."
 
 import copy
 import os

@@ -152,8 +152,8 @@ def _or_none(read: Callable, model: str):
 
 
 def config_of(model: str):
-    """`read_config`, or None: what cannot be read, and a GGUF file, whose vocabulary takes so long
-    that loading it may as well say what does not fit."""
+    """`read_config`, or None: for what cannot be read, and for a GGUF file, whose vocabulary
+    takes so long that loading it may as well say what does not fit."""
     return None if model.endswith(".gguf") else _or_none(read_config, model)
 
 
