@@ -15,6 +15,8 @@ from transformers import (
 )
 
 from turboquant_nb.cli import plan
+from turboquant_nb.cache.packing import TILE
+from turboquant_nb.hf.layer import MARGIN
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -80,9 +82,11 @@ def test_planned_bytes_are_those_of_a_cache(kind, recipe):
     [("llama", torch.bfloat16), ("sliding", torch.float32), ("gemma3", torch.bfloat16)],
 )
 def test_planned_bytes_are_those_of_a_report_with_windows_and_in_each_type(kind, dtype):
-    "A cache that grows, a prompt at once; a step makes RoPE's angles, and is taken back."
+    """A cache that grows, a prompt at once; a step makes RoPE's angles, and is taken back. The
+    last prompt is the shortest of which a window frees a tile."""
     model = model_of(kind).to(dtype)
-    for tokens, batch in ((20, 2), (257, 1), (900, 1)):
+    window = getattr(CONFIGS[kind], "sliding_window", None) or 200
+    for tokens, batch in ((20, 2), (257, 1), (window - 1 + MARGIN + TILE, 1)):
         planned = plan.CacheSize(CONFIGS[kind], "k3v3", dtype)
         cache = TurboQuantCache(model, "k3v3")
         with torch.no_grad():
