@@ -801,6 +801,11 @@ def test_report_counts_every_tensor(name, attention, monkeypatch):
             and abs(r["ratio_fp32"] - 2 * r["ratio_fp16"]) < 1e-9
         )
         assert "bits per value" in str(r) and Recipe.from_json(r["recipe"]) == cache.recipe
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 7), value=1)
+        with torch.no_grad():  # three drafts, whose exact states a crop would need
+            model(mask.new_full((batch, 3), 5), attention_mask=mask, past_key_values=cache)
+        assert all(x.tail for x in cache.coded_layers)
+        assert cache.report()["nbytes"] == walk_bytes(cache)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
@@ -994,6 +999,9 @@ def test_mask_that_hides_the_first_tokens_at_prefill_only():
         cache = cache_for(model, Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0))
         with torch.no_grad():
             model(ids, attention_mask=pre[None, None], past_key_values=cache)
+            if attention == "turboquant":  # the mask says where the row begins
+                layer = cache.coded_layers[0]
+                assert layer.starts == (3,) == tuple(layer.store.start.tolist())
             seen = torch.ones(1, 1, 1, 13, dtype=torch.bool)
             step = model(ids[:, :1], attention_mask=seen, past_key_values=cache)
             results.append(step.logits)
