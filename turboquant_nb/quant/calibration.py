@@ -204,7 +204,7 @@ def _from_hub(name: str) -> Path:
 # %% ../../nbs/23_calibration.ipynb #23f00002
 @dataclass(frozen=True, eq=False)
 class LayerFrame:
-    "How the keys of a layer are held: what is taken from them, and what they are multiplied by."
+    "What is taken from the keys of a layer, and what they are multiplied by."
 
     mean: Tensor | None = None  # [H, d] fp32, before RoPE where it `turns`
     pair: Tensor | None = None  # [H, d] fp32, above 0, alike in both channels of a RoPE pair
