@@ -6,8 +6,10 @@ channels. An arm is where both come from: `prompt` is the first chunk of each wi
 without a frame finds it; `ids` draws ids by Zipf's law over the vocabulary's order, `uniform`
 evenly; another name is a text, `NAME:TOKENS` so many of its tokens (1,024 if not said). Each
 row has the losses of its windows and their difference against the prompt's frame, window by
-window. Chapter 83 has the protocols. The script of commit ea32671f also has arms `prompt+NAME`, the
-prompt's mean with a model's pair scales, and codes with a mean after RoPE."""
+window. Chapter 83 has the protocols.
+
+The script of commit ea32671f also has arms `prompt+NAME`, the prompt's mean with a model's pair
+scales, and codes with a mean after RoPE."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -24,6 +24,7 @@ from ..theory.transforms import HeadTransform, register_transform
 
 # %% ../../nbs/23_calibration.ipynb #baa2fa73
 def _check_model(header: dict, config, what: str) -> None:
+    "Raise ValueError, naming what differs, unless a header is of a model with this config."
     mine, other = header["about"], read_facts(config)
     differ = [f"{n} {mine.get(n)!r}, not {x!r}" for n, x in other.items() if mine.get(n) != x]
     if differ:
