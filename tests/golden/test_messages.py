@@ -45,6 +45,7 @@ GONE: dict[str, str] = {
     "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
         "of eval needle, whose sentences eval long asks for"
     ),
+    "the calibration is of another model: it has {}": "of a frame, too: the {} is of another",
     "the file ends inside its head": _HEAD,
     "the file ends inside its head, or is damaged there ({})": _HEAD,
     "expected a GGUF file of version 2 or 3, got {}, version {}": _HEAD,

@@ -142,7 +142,7 @@ def append_by_host(store, k, v, names, code=_code, mean_of=None) -> None:
     states, means = (k, v), [part.mean for part in store.parts]
     if store.length == 0:
         means = [
-            None if m is None else (mean_of or first_mean)(store, part, x)
+            m if m is None or part.given else (mean_of or first_mean)(store, part, x)
             for m, part, x in zip(means, store.parts, states)
         ]
     confirm = code(store, states, means, names)

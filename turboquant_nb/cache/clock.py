@@ -321,7 +321,9 @@ def _sides(new: AppendOperands) -> list:
 def _take_mean(s: _NewStates, start, position, rope_table):
     "Where the store is empty, the mean of its first chunk: `first_mean` on the device."
     n, skip = s.x.shape[2], s.t["sinks"].shape[2]
-    if s.mean is None or s.centre.by_kernel and n - skip < 2:  # it is 0, as in an empty store
+    if s.mean is None or s.part.given:
+        return
+    if s.centre.by_kernel and n - skip < 2:  # it is 0, as in an empty store
         return
     at = torch.arange(n, device=s.x.device)
     rows = rows_at(rope_table, start, at) if s.centre.rotates else None

@@ -47,6 +47,8 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
     truncated = [part.memory.truncated_tiles for part in store.parts]
     if any(truncated):
         header["truncated"] = truncated
+    if store.key.given:
+        header["given"] = True
     return tensors, header | store.clock.settings | {"d": [store.key.q.d, store.value.q.d]}
 
 
@@ -156,6 +158,7 @@ def store_of(
     for name, part, truncated in zip(("key", "value"), store.parts, n["truncated"]):
         part.adopt(part.truncation(truncated))
         _restore(part, name, tensors)
+    store.key.given = Saved({"given": False} | header).a("given", bool)
     store.offset = n["offset"]
     start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
     _rewind(store, length=n["length"], start=start, end=end, recent_from=n["_recent_from"])

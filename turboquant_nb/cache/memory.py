@@ -17,6 +17,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor
 
+from .. import checks
 from .exact import ExactTokens, _plain, clear
 from turboquant_nb.cache.packing import (
     SLOT,
@@ -390,6 +391,7 @@ class Part:
         self.q = shared_quantizer(spec, d, placed(device))
         self.memory = Memory(self.q.code, along, tile)
         self.exact, self.frame, self.heads = ExactTokens({}), Frame(), None
+        self.given = False  # whether the frame is the model's, see `give`
 
     @_plain
     def allocate(
@@ -419,6 +421,28 @@ class Part:
         new += [] if self.frame.mean is None else [self.frame.mean]
         (clear if blank is None else blank.extend)(new)
         return self
+
+    def give(self, mean: Tensor | None, pair: Tensor | None) -> None:
+        """Hold every state in this frame, [H, d] each, in place of one that is fitted to a
+        first chunk. Raises ValueError where one that is held is missing or of other heads."""
+        given = {"mean": mean, "pair": pair}
+        for name in self.fitted:
+            if given[name] is None:
+                raise ValueError(
+                    f"the frame must have a {name}, which this recipe's keys ask for"
+                )
+            checks.shape(given[name], f"the frame's {name}", self.heads, self.q.d)
+        if self.frame.pair is not None:
+            self.frame.pair.copy_(pair[:, None])
+        if self.frame.mean is not None:
+            scale = 1 if self.frame.pair is None else self.frame.pair.float()
+            self.frame.mean.copy_(mean[:, None].to(self.q.device) * scale)
+        self.given = True
+
+    def forget(self) -> None:
+        "No token is left that a frame was fitted to; one that was given stays."
+        if not self.given:
+            self.frame.clear()
 
     @property
     def fitted(self) -> tuple:
@@ -497,21 +521,24 @@ class Part:
 
     @property
     def text(self) -> str:
-        "JSON of what coding takes besides tensors: (spec, head size, order of planes, tile)."
-        return _text_of(self.q.spec, self.q.d, self.memory.along, self.memory.tile)
+        """JSON of what coding takes besides tensors: (spec, head size, order of planes, tile,
+        whether its frame was given)."""
+        return _text_of(self.q.spec, self.q.d, self.memory.along, self.memory.tile, self.given)
 
 
 @lru_cache(maxsize=512)  # every new cache asks for it, in every layer
-def _text_of(spec: Spec, d: int, along: str, tile: int) -> str:
-    return json.dumps((asdict(spec), d, along, tile))
+def _text_of(spec: Spec, d: int, along: str, tile: int, given: bool) -> str:
+    return json.dumps((asdict(spec), d, along, tile, given))
 
 
 @lru_cache(maxsize=512)  # transforms differ from layer to layer
 def _coder(text: str, device: torch.device) -> Part:
     "A part without tensors, from its text: captured code makes it again."
-    spec, d, along, tile = json.loads(text)
+    spec, d, along, tile, given = json.loads(text)
     _slots(device)
-    return Part(Spec(**spec), d, along, tile, device)
+    part = Part(Spec(**spec), d, along, tile, device)
+    part.given = given
+    return part
 
 # %% ../../nbs/30c_memory.ipynb #d64c1b65
 @dataclass(frozen=True, eq=False)

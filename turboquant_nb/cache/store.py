@@ -55,6 +55,7 @@ class KVStore:
         # [r/2] the model's RoPE frequencies, for a centre that rotates; or their table
         inv_freq: Tensor | CosSinCache | None = None,
         tokens: int = 0,  # that there is room for at once; more are allocated when they come
+        frame=None,  # a `LayerFrame` of its keys; None: fitted to the first chunk
     ):
         self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
         self.batch, self.heads, self.dtype = batch, heads, dtype
@@ -70,6 +71,8 @@ class KVStore:
         self.parts = self.key, self.value  # what has codes; all of it moves together
         _check_codes(self.parts, static, r.decay)
         clear(blank)
+        if frame is not None:
+            self.key.give(frame.mean, frame.pair)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
         self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
@@ -403,7 +406,7 @@ def _code_waiting(store, q: Tensor | None, mean_of) -> None:
     chunks, length = store.waiting, store.length
     try:
         _hold_back(store, [], 0)
-        if q is not None and store.key.frame.pair is not None:
+        if q is not None and store.key.frame.pair is not None and not store.key.given:
             scales = prompt_pair_scales(store, chunks[0][0], q, mean_of)
             store.key.frame.pair.copy_(scales)
         for k, v, code in chunks:
@@ -411,7 +414,7 @@ def _code_waiting(store, q: Tensor | None, mean_of) -> None:
     except BaseException as error:
         store.waiting = []
         store.crop(store.clock.learn(store))
-        store.key.frame.clear()
+        store.key.forget()
         if not isinstance(error, ValueError):
             _hold_back(store, chunks, length)
         raise
@@ -520,7 +523,7 @@ def crop(
         for part, new in zip(self.parts, ring):
             part.exact.put(new)
         for part in self.parts if not length else ():
-            part.frame.clear()
+            part.forget()
         _adopt(self, whole)
         if end is not None:
             self.ranges.end = end

@@ -162,7 +162,8 @@ class PairLayer(DynamicLayer):
     def needs_queries(self) -> bool:
         "Whether codes wait for the queries of the prompt."
         first = not self.layer.is_initialized or not self.layer.store.length
-        return first and self.recipe.key.pair_scale != "none" and self.queries is None
+        scales = self.recipe.key.pair_scale != "none" and self.layer.frame is None
+        return first and scales and self.queries is None
 
     def sure(self, states: tuple) -> list:  # [B, H, T] bool each
         "Which keys, and which values, every program codes alike: `decided`."
@@ -199,9 +200,10 @@ def pair_cache(
     exact_dtype: torch.dtype,  # that exact states are held in
     all_quantised: bool = False,  # no token is recent
     layer: type = PairLayer,  # or a subclass that codes otherwise
+    frame=None,  # as for `TurboQuantCache`
 ) -> Cache:
     "The cache for one pass: a pair layer for each layer that the real cache codes."
-    layers = TurboQuantCache(model, recipe).layers
+    layers = TurboQuantCache(model, recipe, frame=frame).layers
     about = prompt, exact_dtype, all_quantised
 
     pair = lambda x: layer(x, *about) if isinstance(x, TurboQuantLayer) else x

@@ -133,6 +133,7 @@ class OnePass:
 
     layer: type = PairLayer  # what holds the states of one layer
     count: bool = True  # fill a real cache to count its bits; False: they are NaN
+    frame: object = None  # a `ModelFrame`; None: the prompt's own
     name = "one_pass"
 
     def supports(self, candidate: Candidate, protocol: str) -> tuple:  # (bool, reason)
@@ -147,7 +148,8 @@ class OnePass:
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
         every, dtype = protocol == "stress", candidate.dtype or model.dtype
-        cache = pair_cache(model, candidate.recipe, prompt, dtype, every, self.layer)
+        how = prompt, dtype, every, self.layer, self.frame
+        cache = pair_cache(model, candidate.recipe, *how)
         queries = _scales_pairs(candidate)
         if not every and (start is None or (queries and start.queries is None)):
             start = prefill(model, ids[:, :prompt], queries=queries)

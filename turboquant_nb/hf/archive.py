@@ -24,6 +24,7 @@ from turboquant_nb.hf.model_info import (
 from ..cache.clock import DeviceClock, HostClock
 from ..cache.disk import state_of, store_of
 from ..cache.store import KVStore
+from ..quant.calibration import LayerFrame
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 FORMAT = "turboquant-nb cache 1"
@@ -75,10 +76,19 @@ def save(self: TurboQuantCache, path, more: dict | None = None) -> None:
     write_file(path, tensors, about | (more or {}), FORMAT)
 
 # %% ../../nbs/54_archive.ipynb #53ac52b4
+def _frame_of(part) -> LayerFrame:
+    "The frame that keys were given."
+    mean, pair = (None if x is None else x[0, :, 0].float() for x in part.frame)
+    mean = mean if mean is None or pair is None else mean / pair
+    return LayerFrame(mean, pair, part.q.centre.rotates)
+
+
 def _go_on(layer: TurboQuantLayer, store: KVStore) -> None:
     "Let a layer go on with a store that was filled elsewhere."
     layer.store, layer.is_initialized = store, True
     layer.starts = tuple(store.start.tolist())
+    if store.key.given:
+        layer.frame = _frame_of(store.key)
     if layer.clock.fixed:
         layer.captured.settle(layer, store.key.tensors["sinks"])
 

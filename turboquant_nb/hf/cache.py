@@ -218,6 +218,8 @@ class TurboQuantCache(Cache):
         graphs=True,
         # "codes" demands attention on codes, "dense" decodes for the model's own
         attention: str = "auto",
+        # a `ModelFrame`: what keys are coded around; None: the first chunk of each prompt says
+        frame=None,
     ):
         self.info = ModelInfo(model_or_config)
         module = isinstance(model_or_config, torch.nn.Module)
@@ -228,16 +230,18 @@ class TurboQuantCache(Cache):
         self.max_length, self.backend, self.static = max_length, backend, static
         plans = plan_layers(self.info, recipe, bits, max_length, calibration, budget)
         self.recipes = [p.recipe for p in plans]
+        frames = [None] * len(plans) if frame is None else frame.of(self.config, self.recipes)
         layers = self.info.own_layers()
         reading = self.info.reading
         self.reader = Reader(reading.why, self.config, attention)
-        for x, p in zip(self.info.coded, plans):
+        for x, p, held in zip(self.info.coded, plans, frames):
             kind = TurboQuantLayer
             if isinstance(layers[x.index], LinearAttentionLayer):
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
             clock = DeviceClock if static else HostClock
-            layers[x.index] = kind(p.recipe, x, self.reader, max_length, backend, clock)
+            settings = max_length, backend, clock, held
+            layers[x.index] = kind(p.recipe, x, self.reader, *settings)
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self.padding = RowStarts(self.coded_layers)

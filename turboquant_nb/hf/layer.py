@@ -193,9 +193,10 @@ class TurboQuantLayer(CacheLayerMixin):
         max_length: int | None = None,
         backend: str = "auto",
         clock: type = HostClock,  # the kind that its stores begin with
+        frame=None,  # a `LayerFrame`; None: the first chunk of each prompt gives one
     ):
         super().__init__()
-        self.clock, self.is_compileable = clock, clock.fixed
+        self.clock, self.is_compileable, self.frame = clock, clock.fixed, frame
         self.recipe, self.info, self.reader = recipe, info, reader or Reader()
         self.index, self.sliding_window = info.index, info.sliding_window
         self.max_length, self.backend, self.store = max_length, backend, None
@@ -258,7 +259,17 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.inv_freq is not None:
             rope["inv_freq"] = self.reader.tables.get(known) or torch.tensor(self.inv_freq)
         self.store = KVStore(
-            self.recipe, b, h, dk, dv, *kind, length, **self.clock.settings, **rope, tokens=n
+            self.recipe,
+            b,
+            h,
+            dk,
+            dv,
+            *kind,
+            length,
+            **self.clock.settings,
+            **rope,
+            tokens=n,
+            frame=self.frame,
         )
         if self.store.cos_sin is not None:
             self.reader.tables[known] = self.store.cos_sin
@@ -280,29 +291,30 @@ class TurboQuantLayer(CacheLayerMixin):
         without looking at it, see `TurboQuantCache.check`. A cache, which has asked already,
         says whether the model attends `on_codes`, and takes the store into `unseen` where it
         will look at a first chunk."""
-        states = key_states, value_states
-        if self.scales_pairs and self.is_initialized:  # keys as the store holds them
-            states = self.store.key.into_frame(key_states), value_states
+        given = states = key_states, value_states
+        if self.scales_pairs and (self.is_initialized or self.frame is not None):
+            held = self.store.key.into_frame if self.is_initialized else self.frame.scaled
+            states = held(key_states), value_states  # keys as the store holds them
         if self.by_device:
             return self.captured.append(self, *states)
         on_codes, first = self.on_codes if on_codes is None else on_codes, self.first
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         drafts = drafts if on_codes and not past else 0
-        waits = self.scales_pairs and on_codes and not past
+        waits = self.scales_pairs and on_codes and not past and self.frame is None
         if drafts:
             self._append_with_drafts(states, drafts, waits, unseen)
         elif waits:
             self._wait(*states, True)
         else:
             self._append(*states, past == 0, unseen)
-        if self.scales_pairs and not past and not waits:
+        if self.scales_pairs and not past and not waits and self.frame is None:
             self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
-            return CodedStates.pair(self, states, first, past == 0, drafts)
+            seen = states if past else given  # a first chunk attends to itself as it came
+            return CodedStates.pair(self, seen, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
         if past:
             self.reader.say_slow()
-        given = key_states, value_states
         dense = self.read(given, first) if past else given
         self.free(first if past else self.first)
         if self.clock.fixed:  # transformers made a mask for all that could be held
