@@ -154,6 +154,8 @@ def test_what_is_no_frame_of_this_model_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=why):
             cache_of(model, bad)
+    with pytest.raises(TypeError, match="frame must be a ModelFrame, got str"):
+        cache_of(model, "frame.safetensors")
     cache = cache_of(model, ModelFrame(tuple(bare), frame.header))
     with pytest.raises(ValueError, match="the frame must have a pair"), torch.no_grad():
         model(ids, past_key_values=cache)

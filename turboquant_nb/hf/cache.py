@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from .. import checks
 from ..cache.clock import DeviceClock, HostClock, is_captured
 from turboquant_nb.hf.hooks import (
     Before,
@@ -39,6 +40,7 @@ from turboquant_nb.hf.model_info import (
 )
 from .passes import RowStarts, check_mask, check_positions, check_size
 from .report import Report, report_of
+from ..quant.calibration import ModelFrame
 from ..quant.recipe import Recipe
 
 # %% ../../nbs/51_cache.ipynb #1778ac86
@@ -230,7 +232,10 @@ class TurboQuantCache(Cache):
         self.max_length, self.backend, self.static = max_length, backend, static
         plans = plan_layers(self.info, recipe, bits, max_length, calibration, budget)
         self.recipes = [p.recipe for p in plans]
-        frames = [None] * len(plans) if frame is None else frame.of(self.config, self.recipes)
+        frames = [None] * len(plans)
+        if frame is not None:
+            checks.instance(frame, "frame", ModelFrame)
+            frames = frame.of(self.config, self.recipes)
         layers = self.info.own_layers()
         reading = self.info.reading
         self.reader = Reader(reading.why, self.config, attention)
