@@ -167,5 +167,7 @@ def test_what_is_no_frame_of_this_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="ids must be"):
         find_frame(model, ids[:, :3])
     (tmp_path / "x").write_bytes(b"no frame")
-    with pytest.raises(ValueError):
-        load_frame(tmp_path / "x")
+    save_frame(ModelFrame(frame.layers, {}), tmp_path / "y")
+    for name, why in (("x", "is not a readable frame"), ("y", "about")):
+        with pytest.raises(ValueError, match=why):
+            load_frame(tmp_path / name)

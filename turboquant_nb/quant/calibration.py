@@ -276,6 +276,7 @@ def load_frame(path) -> ModelFrame:
     """What `save_frame` wrote. Raises ValueError for a file of another kind, a truncated or a
     changed one, OSError for one that cannot be read."""
     tensors, header = read_file(path, _FRAME, "frame")
+    Saved.of(header["about"], "about").a("model type", str)
     turns = header.a("turns", list, bool)
     known = [f"{n}{i:04}" for i in range(len(turns)) for n in ("mean", "pair")]
     tensors.only(known)
