@@ -315,7 +315,6 @@ FAMILIES = {
             layer_types=["sliding_attention", "full_attention"],
         ),
     ),
-    "phi3": ("Phi3", dict(sliding_window=None)),
     "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)),
     "gpt_neox": ("GPTNeoX", dict(rotary_pct=0.5)),
     "opt": ("OPT", dict(ffn_dim=48, word_embed_proj_dim=32)),
@@ -329,8 +328,6 @@ FAMILIES = {
         "Cohere2",
         dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
     ),
-    "olmo2": ("Olmo2", {}),
-    "granite": ("Granite", {}),
     "gpt_oss": (
         "GptOss",
         dict(MOE, sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
@@ -338,7 +335,6 @@ FAMILIES = {
     "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
     "mixtral": ("Mixtral", dict(MOE, sliding_window=None)),
     "phi": ("Phi", {}),
-    "starcoder2": ("Starcoder2", dict(sliding_window=None)),
     "glm4": ("Glm4", {}),
     "deepseek_v3": ("DeepseekV3", dict(LATENT, head_dim=4)),
     "qwen3_next": (

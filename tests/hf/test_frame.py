@@ -10,6 +10,9 @@ from tests.helpers import prompt, tiny
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.calibration.fit import find_frame
+from turboquant_nb.evaluation.candidates import as_candidate
+from turboquant_nb.evaluation.pairs import pair_layers
+from turboquant_nb.evaluation.score import OnePass, prefill
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.calibration import LayerFrame, ModelFrame, load_frame, save_frame
@@ -140,6 +143,22 @@ def test_a_first_chunk_with_drafts_and_a_static_cache():
     assert torch.equal(model.generate(ids, past_key_values=static, **how), want)
 
 
+def test_one_pass_reads_codes_of_a_frame():
+    """What `OnePass` meets is what a real cache codes; the prompts are not read again for their
+    queries."""
+    model, ids = tiny("llama"), prompt(2, 40, padded=False)["input_ids"]
+    frame, r = find_frame(model, ids[:1]), recipe(center="auto")
+    candidate = as_candidate(model, r, "pairs", dtype=None)
+    start = prefill(model, ids[:, :20])
+    for protocol in ("decode", "stress"):
+        _, cache = OnePass(frame=frame).predict(model, ids, candidate, protocol, 20, start)
+        real = TurboQuantCache(model, r, frame=frame)
+        for i, x in pair_layers(cache).items():
+            assert x.layer.store.key.given and x.queries is None
+            real.update(x.keys, x.values, i)
+            assert all(map(torch.equal, codes(x.layer.store), codes(real.layers[i].store)))
+
+
 def test_what_is_no_frame_of_this_model_is_refused(tmp_path):
     model = tiny("llama")
     ids = prompt(1, 64, padded=False)["input_ids"]
@@ -156,6 +175,10 @@ def test_what_is_no_frame_of_this_model_is_refused(tmp_path):
             cache_of(model, bad)
     with pytest.raises(TypeError, match="frame must be a ModelFrame, got str"):
         cache_of(model, "frame.safetensors")
+    with pytest.raises(TypeError, match="frame must be a ModelFrame, got LayerFrame"):
+        save_frame(frame.layers[0], tmp_path / "z")
+    with pytest.raises(TypeError, match="frame must be a LayerFrame, got ModelFrame"):
+        store(held=frame)
     cache = cache_of(model, ModelFrame(tuple(bare), frame.header))
     with pytest.raises(ValueError, match="the frame must have a pair"), torch.no_grad():
         model(ids, past_key_values=cache)

@@ -29,6 +29,7 @@ from turboquant_nb.cache.packing import (
     drop_plane,
     unpack,
 )
+from ..quant.calibration import LayerFrame
 from ..quant.mixed_precision import make_quantizer
 from ..quant.quantizer import Code, Coded, Quantizer, Spec
 
@@ -422,21 +423,22 @@ class Part:
         (clear if blank is None else blank.extend)(new)
         return self
 
-    def give(self, mean: Tensor | None, pair: Tensor | None) -> None:
-        """Hold every state in this frame, [H, d] each, in place of one that is fitted to a
-        first chunk. Raises ValueError where one that is held is missing or of other heads."""
-        given = {"mean": mean, "pair": pair}
+    def give(self, frame: LayerFrame) -> None:
+        """Hold every state in a model's frame, in place of one that is fitted to a first chunk.
+        Raises TypeError for what is none, ValueError where what is held is missing or of other
+        heads."""
+        checks.instance(frame, "frame", LayerFrame)
         for name in self.fitted:
-            if given[name] is None:
+            if getattr(frame, name) is None:
                 raise ValueError(
                     f"the frame must have a {name}, which this recipe's keys ask for"
                 )
-            checks.shape(given[name], f"the frame's {name}", self.heads, self.q.d)
+            checks.shape(getattr(frame, name), f"the frame's {name}", self.heads, self.q.d)
         if self.frame.pair is not None:
-            self.frame.pair.copy_(pair[:, None])
+            self.frame.pair.copy_(frame.pair[:, None])
         if self.frame.mean is not None:
             scale = 1 if self.frame.pair is None else self.frame.pair.float()
-            self.frame.mean.copy_(mean[:, None].to(self.q.device) * scale)
+            self.frame.mean.copy_(frame.mean[:, None].to(self.q.device) * scale)
         self.given = True
 
     def forget(self) -> None:
@@ -521,8 +523,7 @@ class Part:
 
     @property
     def text(self) -> str:
-        """JSON of what coding takes besides tensors: (spec, head size, order of planes, tile,
-        whether its frame was given)."""
+        "JSON of what coding takes besides tensors: spec, size, order of planes, tile, given."
         return _text_of(self.q.spec, self.q.d, self.memory.along, self.memory.tile, self.given)
 
 

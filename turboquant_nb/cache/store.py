@@ -72,7 +72,7 @@ class KVStore:
         _check_codes(self.parts, static, r.decay)
         clear(blank)
         if frame is not None:
-            self.key.give(frame.mean, frame.pair)
+            self.key.give(frame)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
         self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front

@@ -150,7 +150,8 @@ class OnePass:
         every, dtype = protocol == "stress", candidate.dtype or model.dtype
         how = prompt, dtype, every, self.layer, self.frame
         cache = pair_cache(model, candidate.recipe, *how)
-        queries = _scales_pairs(candidate)
+        # a frame that is given asks for no queries of the prompt
+        queries = self.frame is None and _scales_pairs(candidate)
         if not every and (start is None or (queries and start.queries is None)):
             start = prefill(model, ids[:, :prompt], queries=queries)
         with attending(model, PAIR, pair_attention):

@@ -261,7 +261,8 @@ _FRAME = "turboquant-nb frame 1"
 
 
 def save_frame(frame: ModelFrame, path) -> None:
-    "Write a frame to one safetensors file, kilobytes."
+    "Write a frame to one safetensors file, kilobytes. Raises TypeError for what is none."
+    checks.instance(frame, "frame", ModelFrame)
     tensors = {}
     for i, x in enumerate(frame.layers):
         held = {"mean": x.mean, "pair": x.pair}
@@ -280,12 +281,11 @@ def load_frame(path) -> ModelFrame:
     turns = header.a("turns", list, bool)
     known = [f"{n}{i:04}" for i in range(len(turns)) for n in ("mean", "pair")]
     tensors.only(known)
-    of = lambda n, i: (
-        tensors.tensor(name, torch.float32, None, None)
-        if (name := f"{n}{i:04}") in tensors
-        else None
-    )
-    layers = [LayerFrame(of("mean", i), of("pair", i), x) for i, x in enumerate(turns)]
+    held = {name: tensors.tensor(name, torch.float32, None, None) for name in tensors}
+    layers = [
+        LayerFrame(held.get(f"mean{i:04}"), held.get(f"pair{i:04}"), x)
+        for i, x in enumerate(turns)
+    ]
     return ModelFrame(tuple(layers), {k: x for k, x in header.items() if k != "turns"})
 
 # %% ../../nbs/23_calibration.ipynb #0e74d9e9
