@@ -4,9 +4,9 @@ NAME=FILE ...] [--arms A ...] [--codes C ...].
 A layer's frame is the mean of its keys and, for codes that ask for it, a scale for each pair of
 channels. An arm is where both come from: `prompt` is the first chunk of each window, as a cache
 without a frame finds it; `ids` draws ids by Zipf's law over the vocabulary's order, `uniform`
-evenly; another name is a text, `NAME:TOKENS` so many of its tokens (1,024 if not said). Each
-row has the losses of its windows and their difference against the prompt's frame, window by
-window. Chapter 83 has the protocols.
+evenly; another name is a text, `NAME:TOKENS` so many of its tokens (1,024 if not said), and
+`A+B:TOKENS` a window of each. Each row has the losses of its windows and their difference
+against the prompt's frame, window by window. Chapter 83 has the protocols.
 
 The script of commit ea32671f also has arms `prompt+NAME`, the prompt's mean with a model's pair
 scales, and codes with a mean after RoPE."""
@@ -46,8 +46,12 @@ def options(p):
     p.add_argument("--codes", nargs="*", choices=codes(), default=["k3v3", "k2v2-trellis"])
 
 
-def source_ids(a, w, arm: str) -> Tensor:  # [1, T]
+def source_ids(a, w, arm: str) -> Tensor:  # [windows, T]
     "What a frame is found from."
+    if "+" in arm:
+        names, _, tokens = arm.partition(":")
+        each = (f"{name}:{tokens or 1024}" for name in names.split("+"))
+        return torch.cat([source_ids(a, w, x) for x in each])
     name, _, tokens = arm.partition(":")
     n, vocabulary = int(tokens or 1024), w.model.config.get_text_config().vocab_size
     head = leading_tokens(w.tokenizer)
