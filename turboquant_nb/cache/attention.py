@@ -83,11 +83,9 @@ class Call(NamedTuple):
         return cls(rule, store, q, k, v, mask, first, recent, bias=bias)
 
     def into_frame(self) -> "Call":
-        """Of queries and keys as the model has them, the same as the store holds keys. What
-        waits to be coded is coded first. Raises ValueError for latents with a pair scale."""
+        """Of queries and keys as the model has them, the same as the store holds keys. Raises
+        ValueError for latents with a pair scale."""
         key = self.store.key
-        if self.store.waiting:
-            self.store.complete()
         if key.frame.pair is None:
             return self
         if self.rule.latent:
@@ -149,7 +147,7 @@ class _Softmax:
     def __init__(self, shape, device, d_value):
         make = lambda *s: torch.zeros(*s, dtype=torch.float32, device=device)
         self.top = torch.full((*shape, 1), -math.inf, dtype=torch.float32, device=device)
-        self.total, self.coded_total = make(*shape, 1), make(*shape, 1)
+        self.total = make(*shape, 1)
         self.exact, self.coded = make(*shape, d_value), make(*shape, d_value)
 
     def _rescale(self, scores: Tensor):
@@ -159,7 +157,6 @@ class _Softmax:
         rescale = (self.top - safe).exp()
         self.top, self.total = top, self.total * rescale
         self.coded, self.exact = self.coded * rescale, self.exact * rescale
-        self.coded_total = self.coded_total * rescale
         return (scores - safe).exp()
 
     def add(self, scores: Tensor, values: Tensor):
@@ -172,8 +169,7 @@ class _Softmax:
         """Scores and coded values: levels [.., T, d] and their scales [.., T], or whole
         vectors, with which `product` multiplies weights."""
         p = self._rescale(scores)
-        part = p.sum(-1, keepdim=True)
-        self.total, self.coded_total = self.total + part, self.coded_total + part
+        self.total = self.total + p.sum(-1, keepdim=True)
         weights = p if scale is None else p * scale.unsqueeze(-2)
         self.coded = self.coded + product(weights, values)
 
@@ -363,10 +359,9 @@ def _add_exact(soft, query, sight, k, v, positions, before=math.inf):
 
 
 def _finish(soft: _Softmax, call: Call) -> Answer:
-    "Un-rotate the coded part once, add the mean's share, divide."
+    "Un-rotate the coded part once, divide."
     q, value = call.q, getattr(call.store, call.rule.value_side)
     out = value.q.rotation.inverse(soft.coded) + soft.exact
-    out = value.q.centre.output(out, soft.coded_total, value.mean)
     out = torch.where(soft.total == 0, 0.0, out / soft.total)  # NaN in q stays NaN
     lse = soft.top + soft.total.log()
     shape = (q.shape[0], q.shape[1], q.shape[2])

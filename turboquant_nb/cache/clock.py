@@ -313,22 +313,9 @@ def _sides(new: AppendOperands) -> list:
     out = []
     for x, tensors, text in zip((new.k, new.v), (new.key, new.value), new.texts):
         part = _coder(text, x.device)
-        names = *part.memory.names, "sinks", "recent", *part.fitted
+        names = *part.memory.names, "sinks", "recent", *part.frame_names
         out.append(_NewStates(x, part.having(dict(zip(names, tensors))), text))
     return out
-
-
-def _take_mean(s: _NewStates, start, position, rope_table):
-    "Where the store is empty, the mean of its first chunk: `first_mean` on the device."
-    n, skip = s.x.shape[2], s.t["sinks"].shape[2]
-    if s.mean is None or s.part.given:
-        return
-    if s.centre.by_kernel and n - skip < 2:  # it is 0, as in an empty store
-        return
-    at = torch.arange(n, device=s.x.device)
-    rows = rows_at(rope_table, start, at) if s.centre.rotates else None
-    taken = s.centre.fit(s.x, start, skip, rows)
-    s.mean.copy_(torch.where(position == 0, taken, s.mean))
 
 # %% ../../nbs/30d_clock.ipynb #723eac8c
 _APPEND = """(Tensor k, Tensor v, Tensor(a!)[] key, Tensor(b!)[] value, Tensor start, Tensor(c!) position,
@@ -355,8 +342,6 @@ def _code_at(sides, start, position, flags, rope_table, max_length):
 def _append_by_position(new: AppendOperands, code=_code_at):
     "Append where `position` says."
     sides, start, position = _sides(new), new.start, new.position
-    for s in sides:
-        _take_mean(s, start, position, new.rope_table)
     code(sides, start, position, new.flags, new.rope_table, new.max_length)
     fits = position + new.k.shape[2] <= new.max_length
     new.flags[4:5].bitwise_or_((~fits).int())

@@ -16,6 +16,7 @@ from .exact import _plain
 from .memory import Memory
 from .store import KVStore, _rewind
 from ..files import Saved
+from ..quant.calibration import LayerFrame
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import least_numbers
 from ..quant.recipe import Recipe
@@ -24,7 +25,6 @@ from ..theory.transforms import PAIR_RANGE, HeadTransform, restore_transforms
 # %% ../../nbs/31b_disk.ipynb #505b05b7
 def state_of(store: KVStore) -> tuple:  # (tensors, header)
     "All tensors, without slack, and what is needed to build the store again."
-    store.complete()
     store.sync()
     tiles = math.ceil((store.length - store.offset) / store.tile)
     tensors = {}
@@ -47,8 +47,6 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
     truncated = [part.memory.truncated_tiles for part in store.parts]
     if any(truncated):
         header["truncated"] = truncated
-    if store.key.given:
-        header["given"] = True
     return tensors, header | store.clock.settings | {"d": [store.key.q.d, store.value.q.d]}
 
 
@@ -112,6 +110,16 @@ def _kinds(n: dict, r: Recipe, dtype: torch.dtype) -> dict:  # {name: (dtype, sh
     return out
 
 
+def _frame_in(tensors: dict, r: Recipe) -> LayerFrame:
+    "The frame of the keys that a file holds, of one head after the other."
+    mean, pair = (tensors.get(f"key.{name}") for name in ("mean", "pair"))
+    if pair is not None:
+        pair = pair[0, :, 0].float()
+    if mean is not None:
+        mean = mean[0, :, 0].float() / (1 if pair is None else pair)
+    return LayerFrame(**{"mean" if r.key.centre.rotates else "fixed": mean}, pair=pair)
+
+
 @_plain
 def store_of(
     tensors: dict,
@@ -151,6 +159,7 @@ def store_of(
         max_length=max_length,
         tile=n["tile"],
         inv_freq=tensors.get("inv_freq"),
+        frame=_frame_in(tensors, r),
         **(HostClock if max_length is None else clock).settings,
     )
     if store.recipe != r:
@@ -158,7 +167,6 @@ def store_of(
     for name, part, truncated in zip(("key", "value"), store.parts, n["truncated"]):
         part.adopt(part.truncation(truncated))
         _restore(part, name, tensors)
-    store.key.given = Saved({"given": False} | header).a("given", bool)
     store.offset = n["offset"]
     start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
     _rewind(store, length=n["length"], start=start, end=end, recent_from=n["_recent_from"])

@@ -338,17 +338,10 @@ def _truncated(q):
 
 # %% ../../nbs/30c_memory.ipynb #3d526374
 class Frame(NamedTuple):
-    "What is fitted to each sequence. Without it, codes cannot be read."
+    "A layer's frame, for each sequence. Without it, codes cannot be read."
 
     mean: Tensor | None = None  # [B, H, 1, d] bf16, or None
     pair: Tensor | None = None  # [B, H, 1, d] bf16: keys are multiplied by it, queries divided
-
-    def clear(self) -> None:
-        "No token is left that it was fitted to."
-        if self.mean is not None:
-            self.mean.zero_()
-        if self.pair is not None:
-            self.pair.fill_(1)
 
 # %% ../../nbs/30c_memory.ipynb #c2e26fa8
 @lru_cache(maxsize=256)
@@ -378,8 +371,8 @@ def placed(device: torch.device | str) -> torch.device:
 
 
 class Part:
-    """One run of codes of a layer, keys or values: how they are coded, where they lie, what is
-    fitted to their sequences, and exact copies of some tokens."""
+    """One run of codes of a layer, keys or values: how they are coded, where they lie, what
+    frame they are in, and exact copies of some tokens."""
 
     def __init__(
         self,
@@ -392,7 +385,6 @@ class Part:
         self.q = shared_quantizer(spec, d, placed(device))
         self.memory = Memory(self.q.code, along, tile)
         self.exact, self.frame, self.heads = ExactTokens({}), Frame(), None
-        self.given = False  # whether the frame is the model's, see `give`
 
     @_plain
     def allocate(
@@ -415,39 +407,34 @@ class Part:
         rows, kind = (batch, heads), (self.q.scale_dtype, self.q.device)
         new = self.memory.allocate(rows, *kind, tiles)
         self.exact = ExactTokens({"sinks": make(sinks, dtype), "recent": make(recent, dtype)})
-        self.frame = Frame(**{name: make(1, torch.bfloat16) for name in self.fitted})
-        if self.frame.pair is not None:
-            self.frame.pair.fill_(1)
+        self.frame = Frame(**{name: make(1, torch.bfloat16) for name in self.frame_names})
         new += [*self.exact.tensors.values()]
-        new += [] if self.frame.mean is None else [self.frame.mean]
         (clear if blank is None else blank.extend)(new)
         return self
 
     def give(self, frame: LayerFrame) -> None:
-        """Hold every state in a model's frame, in place of one that is fitted to a first chunk.
-        Raises TypeError for what is none, ValueError where what is held is missing or of other
-        heads."""
+        """Hold every state in the frame of a model's layer. Raises TypeError for what is none,
+        ValueError where what the keys ask for is missing or of other heads."""
         checks.instance(frame, "frame", LayerFrame)
-        for name in self.fitted:
-            if getattr(frame, name) is None:
+        names = {"mean": "mean" if self.q.centre.rotates else "fixed", "pair": "pair"}
+        given = {name: getattr(frame, names[name]) for name in self.frame_names}
+        for name, x in given.items():
+            if x is None:
+                what = f"pair_scale={self.q.spec.pair_scale!r}"
+                what = f"center={self.q.spec.center!r}" if name == "mean" else what
                 raise ValueError(
-                    f"the frame must have a {name}, which this recipe's keys ask for"
+                    f"{what} needs a frame with {names[name]!r}: "
+                    "turboquant_nb.find_frame(model) finds one"
                 )
-            checks.shape(getattr(frame, name), f"the frame's {name}", self.heads, self.q.d)
-        if self.frame.pair is not None:
-            self.frame.pair.copy_(frame.pair[:, None])
-        if self.frame.mean is not None:
+            checks.shape(x, f"the frame's {names[name]}", self.heads, self.q.d)
+        if "pair" in given:
+            self.frame.pair.copy_(given["pair"][:, None])
+        if "mean" in given:
             scale = 1 if self.frame.pair is None else self.frame.pair.float()
-            self.frame.mean.copy_(frame.mean[:, None].to(self.q.device) * scale)
-        self.given = True
-
-    def forget(self) -> None:
-        "No token is left that a frame was fitted to; one that was given stays."
-        if not self.given:
-            self.frame.clear()
+            self.frame.mean.copy_(given["mean"][:, None].to(self.q.device) * scale)
 
     @property
-    def fitted(self) -> tuple:
+    def frame_names(self) -> tuple:
         "Names of the tensors of its frame."
         held = {"mean": self.q.centre.holds_mean, "pair": self.q.spec.pair_scale != "none"}
         return tuple(name for name, is_held in held.items() if is_held)
@@ -482,7 +469,7 @@ class Part:
         coded = self.memory.names
         self.memory.tensors = {name: tensors[name] for name in coded}
         self.exact = ExactTokens({name: tensors[name] for name in ("sinks", "recent")})
-        self.frame = Frame(**{name: tensors[name] for name in self.fitted})
+        self.frame = Frame(**{name: tensors[name] for name in self.frame_names})
 
     def having(self, tensors: dict) -> "Part":
         "A part like this one, of other tensors."
@@ -523,23 +510,21 @@ class Part:
 
     @property
     def text(self) -> str:
-        "JSON of what coding takes besides tensors: spec, size, order of planes, tile, given."
-        return _text_of(self.q.spec, self.q.d, self.memory.along, self.memory.tile, self.given)
+        "JSON of what coding takes besides tensors: spec, size, order of planes, tile."
+        return _text_of(self.q.spec, self.q.d, self.memory.along, self.memory.tile)
 
 
 @lru_cache(maxsize=512)  # every new cache asks for it, in every layer
-def _text_of(spec: Spec, d: int, along: str, tile: int, given: bool) -> str:
-    return json.dumps((asdict(spec), d, along, tile, given))
+def _text_of(spec: Spec, d: int, along: str, tile: int) -> str:
+    return json.dumps((asdict(spec), d, along, tile))
 
 
 @lru_cache(maxsize=512)  # transforms differ from layer to layer
 def _coder(text: str, device: torch.device) -> Part:
     "A part without tensors, from its text: captured code makes it again."
-    spec, d, along, tile, given = json.loads(text)
+    spec, d, along, tile = json.loads(text)
     _slots(device)
-    part = Part(Spec(**spec), d, along, tile, device)
-    part.given = given
-    return part
+    return Part(Spec(**spec), d, along, tile, device)
 
 # %% ../../nbs/30c_memory.ipynb #d64c1b65
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ __all__ = ['KVStore', 'row_tensors', 'rearrange', 'tail_with', 'bytes_by_kind', 
 # %% ../../nbs/31_store.ipynb #897555f6
 import math
 from copy import copy, deepcopy
-from functools import partial
 
 import torch
 from fastcore.basics import patch
@@ -17,17 +16,16 @@ from torch import Tensor
 from .. import checks
 from turboquant_nb.cache.append import (
     _adopt,
-    _check_room,
     _truncations,
     angles,
     append_by_host,
-    prompt_pair_scales,
     replace_tiles,
 )
 from .clock import DeviceClock, HostClock, check_states, flags_of
 from .exact import Ranges, Tail, _NewExact, _plain, clear, commit, ring_slots
 from .memory import Part, placed
 from .packing import TILE
+from ..quant.calibration import LayerFrame
 from ..quant.mixed_precision import find_code
 from ..quant.quantizer import Coded, Spec, decode
 from ..quant.recipe import Recipe, as_recipe
@@ -55,9 +53,9 @@ class KVStore:
         # [r/2] the model's RoPE frequencies, for a centre that rotates; or their table
         inv_freq: Tensor | CosSinCache | None = None,
         tokens: int = 0,  # that there is room for at once; more are allocated when they come
-        frame=None,  # a `LayerFrame` of its keys; None: fitted to the first chunk
+        frame: LayerFrame | None = None,  # of its keys, see `Recipe.settled`
     ):
-        self.recipe = as_recipe(recipe).settled(rope=inv_freq is not None)
+        self.recipe, self.frame = as_recipe(recipe).settled(frame), frame
         self.batch, self.heads, self.dtype = batch, heads, dtype
         _check_store_args(batch, heads, max_length, dtype, self.recipe, static, tokens)
         self.home = self.device = placed(device)
@@ -71,15 +69,13 @@ class KVStore:
         self.parts = self.key, self.value  # what has codes; all of it moves together
         _check_codes(self.parts, static, r.decay)
         clear(blank)
-        if frame is not None:
-            self.key.give(frame)
+        self.key.give(LayerFrame() if frame is None else frame)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
         self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
         self._recent_from = (
             0  # first position whose slot of the ring was not overwritten and cropped
         )
-        self.waiting = []  # chunks that wait for the queries of the first, see `wait`
         if self.key.q.centre.rotates:
             is_table = isinstance(inv_freq, CosSinCache)
             make = lambda: shared_cos_sin(inv_freq, d_key, self.device)
@@ -176,13 +172,6 @@ class KVStore:
         `length`."""
         self.clock.append(self, self.key.into_frame(k), v, names, append_by_host)
 
-    @_plain
-    def complete(self, q: Tensor | None = None, mean_of=None) -> None:
-        """Code the chunks that `wait`, by the pair scale of the first chunk's queries `q`.
-        Raises ValueError if something cannot be coded; it is then forgotten."""
-        if self.waiting:
-            _code_waiting(self, q, mean_of)
-
     # --- reading
 
     def read(
@@ -209,7 +198,6 @@ class KVStore:
     def coded(self, side: str, first: int, last: int) -> Coded:
         """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
         ('key' or 'value'). Codes of truncated tiles are for `levels` of this side."""
-        self.complete()
         length = self.clock.bound(self)
         if not self.offset <= first <= last <= length:
             raise ValueError(
@@ -340,11 +328,9 @@ def set_range(
     self: KVStore, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None
 ):
     """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
-    moves after tokens came, `k` and `v` of all of them are coded again: sinks and the mean of
-    the prompt depend on it. Raises ValueError/TypeError for a range or states that do not fit,
+    moves after tokens came, `k` and `v` of all of them are coded again: sinks, and the position
+    of a mean that turns, depend on it. Raises ValueError/TypeError for a range or states that do not fit,
     or where tokens were freed already; the store is then as before."""
-    if end is not None or not self.waiting:  # what waits is coded from where it starts
-        self.complete()
     self.clock.learn(self)
     if end is not None and (why := self.clock.refuses("ends")):
         raise ValueError(why)
@@ -353,7 +339,7 @@ def set_range(
     if end is not None:
         end = self.ranges.checked("end", end, self.length)
     if start is not None and not torch.equal(start, self.start):
-        if not self.length or self.waiting:
+        if not self.length:
             return _exchange(self, (), start, end)
         if any(x is None or x.shape[2] != self.length for x in (k, v)):
             raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
@@ -364,66 +350,10 @@ def set_range(
     if end is not self.ranges.end:
         _exchange(self, (), self.start, end)
 
-# %% ../../nbs/31_store.ipynb #31c0a007
-def _check_waiting(store, k: Tensor, v: Tensor, names: tuple) -> None:
-    "Raise what `append` would, of what can be said before anything is coded."
-    check_states(store, k, v, names)
-    _check_room(store, k.shape[2])
-    for name, x in zip(names, (k, v)):
-        checks.finite(x, name)
-
-
-@patch
-@_plain
-def wait(
-    self: KVStore,
-    k: Tensor,  # [B, H, n, d_key]: a first chunk, or one that comes before it is coded
-    v: Tensor,  # [B, H, n, d_value]
-    # of (store, keys, values): how it is appended later; None: by `append`
-    code=None,
-    names: tuple = ("k", "v"),  # how errors call them
-) -> None:
-    """Take tokens that are coded when `complete` is called with the queries of the first chunk,
-    which the pair scale needs, or when somebody reads. Raises ValueError/TypeError as `append`,
-    and where tokens are coded already."""
-    if self.length and not self.waiting:
-        raise ValueError(f"only a first chunk can wait: {self.length} tokens are coded")
-    _check_waiting(self, k, v, names)
-    if k.shape[2]:
-        append = code or (lambda store, k, v: store.append(k, v, names))
-        chunks = [*self.waiting, (k.detach(), v.detach(), append)]
-        commit(partial(_hold_back, self, chunks, self.length + k.shape[2]))
-
-
-def _hold_back(store, chunks: list, length: int) -> None:
-    "Have chunks that wait, of so many tokens."
-    store.waiting, store.length = chunks, length
-    store.clock.count(length)
-
-
-def _code_waiting(store, q: Tensor | None, mean_of) -> None:
-    "Code the chunks that wait. After a ValueError the store is empty, else they wait again."
-    chunks, length = store.waiting, store.length
-    try:
-        _hold_back(store, [], 0)
-        if q is not None and store.key.frame.pair is not None and not store.key.given:
-            scales = prompt_pair_scales(store, chunks[0][0], q, mean_of)
-            store.key.frame.pair.copy_(scales)
-        for k, v, code in chunks:
-            code(store, k, v)
-    except BaseException as error:
-        store.waiting = []
-        store.crop(store.clock.learn(store))
-        store.key.forget()
-        if not isinstance(error, ValueError):
-            _hold_back(store, chunks, length)
-        raise
-
 # %% ../../nbs/31_store.ipynb #6ef67c17
 @_plain
 def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
     "Every tensor with a row for each sequence becomes f of it, once all of these are made."
-    store.complete()
     parts = [p.having({name: f(t) for name, t in p.tensors.items()}) for p in store.parts]
     for part in parts if device != store.device else ():
         part.move_to(device)
@@ -501,8 +431,6 @@ def crop(
     """Forget the last `tokens` tokens (transformers passes a negative count). Raises
     ValueError if so many are not held."""
     n = abs(checks.whole(tokens, "tokens"))
-    if self.waiting:
-        self.complete()
     self.clock.learn(self)
     if n > self.length - self.offset:
         raise ValueError(f"cannot crop {n} tokens of {self.length - self.offset} held")
@@ -522,8 +450,6 @@ def crop(
         self.length, self._recent_from = length, min(since, length)
         for part, new in zip(self.parts, ring):
             part.exact.put(new)
-        for part in self.parts if not length else ():
-            part.forget()
         _adopt(self, whole)
         if end is not None:
             self.ranges.end = end
@@ -549,7 +475,7 @@ def _crop_together(
     ends = tail.first, tail.past, one.length
     kind = one.length, recent, one.clock.fixed, one.device, one.device
     for s, t in zip(stores, tails):
-        odd = s.waiting or s.offset or s.end is not None
+        odd = s.offset or s.end is not None
         if odd or s.recipe.decay is not None or t is None or (t.first, t.past, t.end) != ends:
             return None
         if (s.length, s.recipe.recent, s.clock.fixed, s.device, t.key.device) != kind:
@@ -590,7 +516,6 @@ def evict(self: KVStore, before: int) -> None:
     tiles = (min(before, self.length) - self.offset) // self.tile
     if tiles < 1:
         return
-    self.complete()
     live = math.ceil((self.length - self.offset) / self.tile) - tiles
     keep = self.capacity // self.tile if self.max_length is not None else live
     replace_tiles(self, tiles, keep)
@@ -625,7 +550,6 @@ def decay(self: KVStore, before: int) -> None:
     if not any(part.memory.truncated_planes for part in self.parts):
         raise ValueError("decay needs a side with channels of 3 or 4 bits")
     before = checks.whole(before, "before")
-    self.complete()
     _adopt(self, _truncations(self, before, self.length))
 
 # %% ../../nbs/31_store.ipynb #00146328
@@ -637,8 +561,8 @@ def bytes_by_kind(store: KVStore) -> dict:
     (sinks and recent), mean, pair (where keys have a pair scale), range (also the counter and
     flags, where there are any)."""
     extras = [name for part in store.parts for name in part.memory.extras]
-    fitted = store.key.fitted
-    out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean", *fitted), 0)
+    held = store.key.frame_names
+    out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean", *held), 0)
     numbers = (store.start, store.end, store.clock.position, store.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
     for part in store.parts:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .fit import _check_ids, provenance, observed, window_center
+from .fit import frame_center, observed
+from ..hf.frame import check_ids, provenance
 from ..hf import ModelInfo, TurboQuantCache
 from ..hf.hooks import After, AttentionCall, Instead, hooked
-from ..quant.calibration import Calibration
+from ..quant.calibration import Calibration, LayerFrame
 from ..quant.quantizer import decode, encode
 from ..quant.recipe import Recipe, as_recipe
 from ..quant.mixed_precision import at_bits, make_quantizer
@@ -27,6 +28,7 @@ class _Probe:
     "Codes one side of some layers: what they are, and what is coded now."
 
     recipes: dict  # layer -> recipe
+    frames: dict  # layer -> its LayerFrame, or None
     inv_freqs: list  # of each layer of the model: [r/2] frequencies of RoPE, or None
     skip: int  # first tokens of a window that stay exact
     bits: dict  # (layer, side) -> bits, of what is coded now
@@ -43,11 +45,15 @@ class _Probe:
         if bits is None:
             return x
         spec = at_bits(getattr(self.recipes[layer], side), bits)
-        coder, c = make_quantizer(spec, x.shape[3], x.device), 0.0
+        coder, c, s = make_quantizer(spec, x.shape[3], x.device), 0.0, 1.0
+        frame = self.frames[layer]
         if spec.centre.holds_mean:
-            inv_freqs = self.inv_freqs[layer] if spec.centre.rotates else None
-            c = window_center(x, inv_freqs, self.skip)
-        y = decode(coder, encode(coder, x.float() - c, None, "x")) + c
+            turns = spec.centre.rotates
+            frame = frame if turns else LayerFrame(fixed=frame.fixed, pair=frame.pair)
+            c = frame_center(frame, self.inv_freqs[layer], x.shape[2], x.device)
+        if spec.pair_scale != "none":
+            s = frame.pair[:, None].to(x.device)
+        y = decode(coder, encode(coder, (x.float() - c) * s, None, "x")) / s + c
         return torch.cat([x[:, :, : self.skip], y.to(x.dtype)[:, :, self.skip :]], 2)
 
 # %% ../../nbs/61_sensitivity.ipynb #a7b072cb
@@ -145,13 +151,14 @@ def measure_sensitivity(
     alone costs: a pass of each window, from that layer on, for each of them and each number of
     bits. Raises TypeError/ValueError as `collect`, and ValueError for a model whose
     probabilities are not finite."""
-    _check_ids(ids, skip, 1)
+    check_ids(ids, skip)
     info = ModelInfo(model)
     bits = _check_measure(bits, calibration, info.config)
     coded = [x.index for x in info.coded]
-    recipes = TurboQuantCache(model, as_recipe(recipe), calibration=calibration).recipes
+    cache = TurboQuantCache(model, as_recipe(recipe), calibration=calibration)
+    recipes, frames = cache.recipes, [x.frame for x in cache.coded_layers]
     inv_freqs = [None if x.inv_freq is None else torch.tensor(x.inv_freq) for x in info.layers]
-    probe = _Probe(dict(zip(coded, recipes)), inv_freqs, skip, {}, {})
+    probe = _Probe(dict(zip(coded, recipes)), dict(zip(coded, frames)), inv_freqs, skip, {}, {})
     lost = _by_passes(model, ids, probe, bits, progress)
     odd = [f"{side} of layer {i}" for (i, side, _), x in lost.items() if not math.isfinite(x)]
     if odd:

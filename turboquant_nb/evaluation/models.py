@@ -491,4 +491,6 @@ def load_model(
         raise RuntimeError(
             f"the model {str(name)!r} could not be loaded: {type(err).__name__}: {why}.{hint}"
         ) from err
-    return (model if device is None else model.to(device)), tokenizer
+    model = model if device is None else model.to(device)
+    _need("turboquant_nb.hf.frame").remember_tokenizer(model, tokenizer)
+    return model, tokenizer

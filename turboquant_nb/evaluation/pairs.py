@@ -8,7 +8,6 @@ __all__ = ['PAIR', 'SCORES', 'Pair', 'mixed_attention', 'pair_attention', 'causa
 
 # %% ../../nbs/82_pairs.ipynb #b5115c0f
 from itertools import product
-from typing import Callable
 
 import torch
 from torch import Tensor
@@ -25,17 +24,8 @@ from ..quant.quantizer import decided, decode
 class Pair:
     "One side of one layer, exact and quantised, in place of a dense tensor."
 
-    def __init__(
-        self,
-        exact: Tensor,
-        coded: Tensor | None,  # None: `code` has to be called first
-        sinks: int = 0,
-        recent: int = 0,
-        # of the queries: (keys, values) as pairs whose codes needed them, see `PairLayer`
-        code: Callable | None = None,
-    ):
+    def __init__(self, exact: Tensor, coded: Tensor, sinks: int = 0, recent: int = 0):
         self.exact, self.coded, self.sinks, self.recent = exact, coded, sinks, recent
-        self.code = code
 
     shape = property(lambda self: self.exact.shape)
     dtype = property(lambda self: self.exact.dtype)
@@ -83,8 +73,6 @@ def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     _, query, key, value, mask, scaling, softcap, sink, *_ = call
     if not isinstance(key, Pair):
         raise TypeError(f"the {PAIR!r} attention needs the cache of `score`")
-    if key.coded is None:
-        key, value = key.code(query)
     n, T = query.shape[2], key.shape[2]
     visible = causal_mask(n, T, query.device) if mask is None else mask
     exact, scaling = key.is_exact(n), query.shape[3] ** -0.5 if scaling is None else scaling
@@ -121,34 +109,20 @@ def attending(
 
 # %% ../../nbs/82_pairs.ipynb #15e80d42
 class PairLayer(DynamicLayer):
-    """Holds every state as it came and as a layer of ours codes it. `prompt` tokens are the
-    first chunk."""
+    "Holds every state as it came and as a layer of ours codes it."
 
-    def __init__(
-        self, layer: TurboQuantLayer, prompt: int, exact_dtype: torch.dtype, all_quantised: bool
-    ):
+    def __init__(self, layer: TurboQuantLayer, exact_dtype: torch.dtype, all_quantised: bool):
         super().__init__()
-        self.layer, self.prompt, self.exact_dtype = layer, prompt, exact_dtype
-        self.recipe = layer.recipe
-        # [B, Hq, P, d] of the prompt, which a pair scale needs; None: they come to attention
-        self.queries = None
+        self.layer, self.exact_dtype, self.recipe = layer, exact_dtype, layer.recipe
         self.recent = (
             0 if all_quantised else max(self.recipe.recent, 1)
         )  # tokens that are met exactly
 
     def append(self, k: Tensor, v: Tensor):
-        """Into the store; the first chunk ends after the prompt, so that its mean, and a pair
-        scale, are the prompt's."""
+        "Into the store."
         if not self.layer.is_initialized:
             self.layer.lazy_initialization(k, v)
-        store = self.layer.store
-        cut = max(0, self.prompt - store.length)
-        if cut and self.queries is not None:
-            store.wait(k[:, :, :cut], v[:, :, :cut])
-            store.complete(self.queries.to(k.dtype))
-            k, v, cut, self.queries = k[:, :, cut:], v[:, :, cut:], 0, None
-        for part in (slice(0, cut), slice(cut, None)):
-            store.append(k[:, :, part], v[:, :, part])
+        self.layer.store.append(k, v)
 
     def decoded(self) -> list:
         "What the codes of all keys, and of all values, stand for."
@@ -159,12 +133,6 @@ class PairLayer(DynamicLayer):
             out.append(side.out_of_frame(found))
         return out
 
-    def needs_queries(self) -> bool:
-        "Whether codes wait for the queries of the prompt."
-        first = not self.layer.is_initialized or not self.layer.store.length
-        scales = self.recipe.key.pair_scale != "none" and self.layer.frame is None
-        return first and scales and self.queries is None
-
     def sure(self, states: tuple) -> list:  # [B, H, T] bool each
         "Which keys, and which values, every program codes alike: `decided`."
         s = self.layer.store
@@ -174,29 +142,18 @@ class PairLayer(DynamicLayer):
         return [decided(p.q, p.into_frame(x), center(n, x)).all(-1) for p, n, x in held]
 
     def update(self, key_states, value_states, *args, **kwargs):
-        "Keep n tokens; return both versions of all, or of a prompt what waits for queries."
+        "Keep n tokens; return both versions of all."
         dtype, rule = key_states.dtype, (self.recipe.sinks, self.recent)
         k, v = key_states.to(self.exact_dtype), value_states.to(self.exact_dtype)
         exact = super().update(k, v)
-
-        def pairs():
-            self.append(k, v)
-            both = zip(exact, self.decoded())
-            return tuple(Pair(x.to(dtype), c.to(dtype), *rule) for x, c in both)
-
-        def code(query):
-            self.queries = query[:, :, : self.prompt]
-            return pairs()
-
-        if self.needs_queries():
-            return tuple(Pair(x.to(dtype), None, *rule, code) for x in exact)
-        return pairs()
+        self.append(k, v)
+        both = zip(exact, self.decoded())
+        return tuple(Pair(x.to(dtype), c.to(dtype), *rule) for x, c in both)
 
 
 def pair_cache(
     model,
     recipe,  # of ours, or a list with one per layer
-    prompt: int,  # tokens of the first chunk
     exact_dtype: torch.dtype,  # that exact states are held in
     all_quantised: bool = False,  # no token is recent
     layer: type = PairLayer,  # or a subclass that codes otherwise
@@ -204,8 +161,7 @@ def pair_cache(
 ) -> Cache:
     "The cache for one pass: a pair layer for each layer that the real cache codes."
     layers = TurboQuantCache(model, recipe, frame=frame).layers
-    about = prompt, exact_dtype, all_quantised
-
+    about = exact_dtype, all_quantised
     pair = lambda x: layer(x, *about) if isinstance(x, TurboQuantLayer) else x
     return Cache(layers=[pair(x) for x in layers])
 

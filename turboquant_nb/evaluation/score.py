@@ -32,9 +32,7 @@ from turboquant_nb.evaluation.pairs import (
     pair_cache,
     pair_layers,
 )
-from ..calibration.fit import observing
 from .models import sample_text
-from ..hf.hooks import hooked
 
 # %% ../../nbs/83_score.ipynb #6d44b3bb
 # what is visible to whom, chapter 82: name in code, name on a page
@@ -83,7 +81,6 @@ class Prefill:
 
     states: dict  # layer -> (keys, values), [n, heads, P, d]
     logits: Tensor  # [n, 1, V] after the last token
-    queries: dict | None = None  # layer -> [n, query heads, P, d], where they were asked for
 
     def fill(
         self,
@@ -91,8 +88,6 @@ class Prefill:
         length: int | None = None,  # only so many tokens
     ):  # the same cache
         "Hand the prompts to a cache, or their beginning."
-        for i, x in pair_layers(cache).items() if self.queries is not None else ():
-            x.queries = self.queries[i][:, :, :length]
         for layer, (k, v) in self.states.items():
             cache.update(k[:, :, :length], v[:, :, :length], layer)
         return cache
@@ -104,27 +99,21 @@ def prefill(
     ids: Tensor,  # [n, P] the prompts
     # implementation; None: transformers' own that computes what the model says
     attention: str | None = None,
-    queries: bool = False,  # keep queries too; attention is then exact in PyTorch
 ) -> Prefill:
     """Exact states of the prompts. Raises ValueError for a layer that keeps keys and values to
     itself."""
-    states, asked = {}, {}
-
-    def observe(call):
-        asked[call.module.layer_idx] = call.query
-        return call.key, call.value
+    states = {}
 
     def keep(update, k, v, layer, *args, **kwargs):
         states[layer] = k, v
         return update(k, v, layer, *args, **kwargs)
 
     cache = wrap_update(DynamicCache(config=model.config), keep)
-    how = hooked(observing(model, observe)) if queries else attending(model, attention)
-    with how:
+    with attending(model, attention):
         last = model(ids, past_key_values=cache, logits_to_keep=1).logits
     if len(states) != len(ModelInfo(model).coded):
         raise ValueError("a layer did not hand its keys and values to the cache")
-    return Prefill(states, last, {i: asked[i] for i in states} if queries else None)
+    return Prefill(states, last)
 
 # %% ../../nbs/83_score.ipynb #d8d0c3cf
 @dataclass(frozen=True)
@@ -133,7 +122,7 @@ class OnePass:
 
     layer: type = PairLayer  # what holds the states of one layer
     count: bool = True  # fill a real cache to count its bits; False: they are NaN
-    frame: object = None  # a `ModelFrame`; None: the prompt's own
+    frame: object = None  # as for `TurboQuantCache`
     name = "one_pass"
 
     def supports(self, candidate: Candidate, protocol: str) -> tuple:  # (bool, reason)
@@ -148,12 +137,10 @@ class OnePass:
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
         every, dtype = protocol == "stress", candidate.dtype or model.dtype
-        how = prompt, dtype, every, self.layer, self.frame
+        how = dtype, every, self.layer, self.frame
         cache = pair_cache(model, candidate.recipe, *how)
-        # a frame that is given asks for no queries of the prompt
-        queries = self.frame is None and _scales_pairs(candidate)
-        if not every and (start is None or (queries and start.queries is None)):
-            start = prefill(model, ids[:, :prompt], queries=queries)
+        if not every and start is None:
+            start = prefill(model, ids[:, :prompt])
         with attending(model, PAIR, pair_attention):
             if every:
                 return _last_logits(model, ids, prompt, past_key_values=cache), cache
@@ -180,11 +167,6 @@ def _recipes_of(candidate: Candidate) -> list:
     return r if isinstance(r, list) else [r]
 
 
-def _scales_pairs(candidate: Candidate) -> bool:
-    "Whether keys have a pair scale in some layer."
-    return any(x.key.pair_scale != "none" for x in _recipes_of(candidate))
-
-
 def _last_logits(model, ids, prompt: int, **how) -> Tensor:
     "Logits of tokens P … L-1, all tokens in one chunk."
     return model(ids[:, :-1], logits_to_keep=ids.shape[1] - prompt, **how).logits
@@ -196,8 +178,6 @@ class Steps:
     name = "steps"
 
     def supports(self, candidate: Candidate, protocol: str) -> tuple:  # (bool, reason)
-        if _scales_pairs(candidate):
-            return False, "its past is decoded, so no query reaches the pair scale"
         return True, ""
 
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
@@ -411,7 +391,7 @@ def _decoding_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of 
 def _read_back_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of _Call
     "The same for a cache that codes all tokens of a layer at once and hands all of them back."
     dtype = candidate.dtype or model.dtype
-    pairs = pair_cache(model, candidate.recipe, prompt, dtype, all_quantised=True)
+    pairs = pair_cache(model, candidate.recipe, dtype, all_quantised=True)
     with attending(model, PAIR, pair_attention):
         model(ids, past_key_values=pairs, logits_to_keep=1)
     cache, calls = _read_back(candidate.new(), candidate.flush), {}
@@ -446,18 +426,16 @@ def one_pass_gap(
     recipe,  # of the pass: preset, Recipe or list of them
     prompt: int,
     against=None,  # recipe of the real cache; None: the same
-    protocol: str = "decode",  # or "stress" (all-quantised), for recipes without a mean
+    protocol: str = "decode",  # or "stress" (all-quantised)
 ) -> float:
     """The left side of equation (83.1). TypeError/ValueError as `score`, and for per-head
     matrices."""
     check_windows(ids, protocol, prompt)
     ours = as_candidate(model, recipe, "pass", None)
-    if _scales_pairs(ours):
-        raise ValueError("recipe must have pair_scale='none': the real cache sees no queries")
     real = ours if against is None else as_candidate(model, against, "steps", None)
     every = protocol == "stress"
     calls = (_read_back_calls if every else _decoding_calls)(model, real, ids, prompt)
-    layers = pair_cache(model, ours.recipe, prompt, model.dtype, every).layers
+    layers = pair_cache(model, ours.recipe, model.dtype, every).layers
     return max(_layer_gap(layers[i], part) for i, part in calls.items())
 
 

@@ -16,6 +16,7 @@ from ..files import Saved, read_file, write_file
 from .cache import TurboQuantCache
 from .layer import TurboQuantLayer
 from turboquant_nb.hf.model_info import (
+    ModelInfo,
     _recipes_from_json,
     _recipes_to_json,
     check_weights,
@@ -24,18 +25,17 @@ from turboquant_nb.hf.model_info import (
 from ..cache.clock import DeviceClock, HostClock
 from ..cache.disk import state_of, store_of
 from ..cache.store import KVStore
-from ..quant.calibration import LayerFrame
+from ..quant.calibration import Calibration
+from ..quant.layer_info import read_facts
 
 # %% ../../nbs/54_archive.ipynb #01c9b8c8
 FORMAT = "turboquant-nb cache 1"
 
 
-def _facts(cache: TurboQuantCache) -> dict:
+def _facts(info: ModelInfo) -> dict:
     """What a file says of its model; RoPE is compared by its frequencies, which configs write
     in several ways."""
-    return {
-        n: x for n, x in cache.info.structure.items() if n not in ("RoPE", "kinds of layers")
-    }
+    return {n: x for n, x in info.structure.items() if n not in ("RoPE", "kinds of layers")}
 
 
 def _recurrent(layer, index: int) -> dict:  # {name: tensor}
@@ -66,7 +66,7 @@ def save(self: TurboQuantCache, path, more: dict | None = None) -> None:
         own, header = state_of(layer.store)
         tensors |= {f"{i}.{name}": x for name, x in own.items()}
         stores.append(header)
-    about = {"model_type": self.config.model_type, "facts": _facts(self), "stores": stores}
+    about = {"model_type": self.config.model_type, "facts": _facts(self.info), "stores": stores}
     about |= {"recipe": _recipes_to_json(self.recipes), "layers": len(self.layers)}
     about["static"] = any(x.clock.fixed for x in self.coded_layers)
     if whose := self.weights:
@@ -76,19 +76,10 @@ def save(self: TurboQuantCache, path, more: dict | None = None) -> None:
     write_file(path, tensors, about | (more or {}), FORMAT)
 
 # %% ../../nbs/54_archive.ipynb #53ac52b4
-def _frame_of(part) -> LayerFrame:
-    "The frame that keys were given."
-    mean, pair = (None if x is None else x[0, :, 0].float() for x in part.frame)
-    mean = mean if mean is None or pair is None else mean / pair
-    return LayerFrame(mean, pair, part.q.centre.rotates)
-
-
 def _go_on(layer: TurboQuantLayer, store: KVStore) -> None:
     "Let a layer go on with a store that was filled elsewhere."
     layer.store, layer.is_initialized = store, True
     layer.starts = tuple(store.start.tolist())
-    if store.key.given:
-        layer.frame = _frame_of(store.key)
     if layer.clock.fixed:
         layer.captured.settle(layer, store.key.tensors["sinks"])
 
@@ -147,8 +138,7 @@ def _check_layer(cache: TurboQuantCache, layer: TurboQuantLayer, store: KVStore)
     for name in ("batch", "length"):
         have[name], want[name] = getattr(store, name), getattr(first, name)
     have["start"], want["start"] = store.start.tolist(), first.start.tolist()
-    rope = layer.inv_freq is not None
-    have["recipe"], want["recipe"] = store.recipe, layer.recipe.settled(rope=rope)
+    have["recipe"], want["recipe"] = store.recipe, layer.recipe
     if differ := [f"{n} {have[n]}, not {x}" for n, x in want.items() if have[n] != x]:
         raise ValueError(f"layer {layer.index} does not fit: it has {'; '.join(differ)}")
     if info.heads and info.heads % store.heads:  # a part of them: tensor parallelism
@@ -170,6 +160,16 @@ def _put_recurrent(cache: TurboQuantCache, tensors: Saved, device) -> None:
                     layer.has_previous_state[at] = True
 
 
+def _by_store(tensors: Saved, count: int, path) -> list:
+    "Take the tensors of each store out of what a file holds."
+    own = [Saved() for _ in range(count)]
+    for name in [*tensors]:
+        i, _, rest = name.partition(".")
+        if i.isdecimal() and int(i) < count:
+            own[int(i)][rest] = tensors.pop(name)
+    return own
+
+
 @patch(cls_method=True)
 def from_states(
     cls: TurboQuantCache,
@@ -183,38 +183,46 @@ def from_states(
     """A cache of what a file holds. With `max_length` there is room for so many tokens, by the
     clock that the cache had; without it for those held, and the cache grows. Raises ValueError
     for another model's, called by `path`."""
-    cache, header, tensors = cls(model_or_config), Saved.of(header, "header"), Saved(tensors)
+    info, header, tensors = (
+        ModelInfo(model_or_config),
+        Saved.of(header, "header"),
+        Saved(tensors),
+    )
     if device is None:
         device = getattr(model_or_config, "device", "cpu")  # of a configuration: none
     have = f"a {header['model_type']} with {header['layers']} layers"
-    want = f"a {cache.config.model_type} with {len(cache.layers)} layers"
+    want = f"a {info.config.model_type} with {len(info.own_layers())} layers"
     if have != want:
         raise ValueError(f"{path} is of {have}, the model is {want}")
-    mine, facts = _facts(cache), Saved.of(header["facts"], "facts")
+    mine, facts = _facts(info), Saved.of(header["facts"], "facts")
     if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts[n] != x]:
         raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
     static = header.a("static", bool) and max_length is not None
     clock, recipes = DeviceClock if static else HostClock, _recipes_from_json(header["recipe"])
-    cache = cls(model_or_config, recipes, max_length=max_length, **clock.settings)
-    _check_whose(header, cache, path)
-    stores, layers = header.a("stores", list, dict), cache.coded_layers
-    if len(stores) != len(layers):
+    states = header.a("stores", list, dict)
+    if len(states) != len(info.coded):
         raise ValueError(
-            f"{path} must have {len(layers)} stores for its recipes, got {len(stores)}"
+            f"{path} must have {len(info.coded)} stores for its recipes, got {len(states)}"
         )
-    _put_recurrent(cache, tensors, device)
-    own = [Saved() for _ in layers]
-    for name, x in tensors.items():
-        i, _, rest = name.partition(".")
-        if not i.isdecimal() or int(i) >= len(layers):
-            raise ValueError(f"{path} must hold tensors of its stores, got {name!r}")
-        own[int(i)][rest] = x
-    for layer, mine, state in zip(layers, own, stores):
-        length = None if layer.is_sliding and not static else max_length
+    stores = []
+    for x, own, state in zip(info.coded, _by_store(tensors, len(states), path), states):
+        length = None if x.sliding_window is not None and not static else max_length
         try:
-            store = store_of(mine, state, device, length)
-            if static != store.clock.fixed:
+            stores.append(store_of(own, state, device, length))
+            if static != stores[-1].clock.fixed:
                 raise ValueError("all stores must have one clock")
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    frames = tuple(x.frame for x in stores)
+    frame = Calibration([], {"about": read_facts(info.config)}, frames)
+    how = dict(max_length=max_length, frame=frame) | clock.settings
+    cache = cls(model_or_config, recipes, **how)
+    _check_whose(header, cache, path)
+    _put_recurrent(cache, tensors, device)
+    if tensors:
+        raise ValueError(f"{path} must hold tensors of its stores, got {next(iter(tensors))!r}")
+    for layer, store in zip(cache.coded_layers, stores):
+        try:
             _check_layer(cache, layer, store)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None

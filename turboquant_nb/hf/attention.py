@@ -188,8 +188,6 @@ def _prefill(call: AttentionCall) -> Tensor:
         layer.reasons[f"prefill: {layer.mask_reason or 'a mask was given'}"] += 1
         if query.shape[2] == k.shape[2]:
             learn_from_scores_mask(layer, call.mask, k, v)
-    if layer.scales_pairs:
-        layer.see_queries(query)
     layer.free(layer.first)
     if call.mask is not None or not any(layer.starts):
         return exact_attention(call._replace(key=k, value=v), layer.sliding_window)

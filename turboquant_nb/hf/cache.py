@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from .. import checks
 from ..cache.clock import DeviceClock, HostClock, is_captured
 from turboquant_nb.hf.hooks import (
     Before,
@@ -29,6 +28,7 @@ from turboquant_nb.hf.hooks import (
     serve_expansions,
     serve_handles,
 )
+from .frame import frame_of
 from .layer import _DRAFTS, NAME, MixedLayer, Reader, TurboQuantLayer
 from turboquant_nb.hf.model_info import (
     EXPAND,
@@ -40,7 +40,7 @@ from turboquant_nb.hf.model_info import (
 )
 from .passes import RowStarts, check_mask, check_positions, check_size
 from .report import Report, report_of
-from ..quant.calibration import ModelFrame
+from ..quant.calibration import Calibration, load_calibration
 from ..quant.recipe import Recipe
 
 # %% ../../nbs/51_cache.ipynb #1778ac86
@@ -99,6 +99,30 @@ def _check_settings(max_length, backend, static, attention) -> None:
         raise ValueError(f"attention must be 'auto', 'codes' or 'dense', got {attention!r}")
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
+
+
+def _frame_for(info, recipes, model, frame, calibration, tokenizer) -> Calibration | None:
+    """The frame that the keys of these recipes are coded in; None where they want none. Raises
+    ValueError where there is none, and for another model's."""
+    if not any(r.wants_frame for r in recipes):
+        return None
+    for given in (frame, calibration):
+        found = None if given is None else load_calibration(given)
+        if found is not None and found.frames:
+            found.check(info.config)
+            if len(found.frames) != len(recipes):
+                got = f"{len(found.frames)} layers, the model {len(recipes)} with keys"
+                raise ValueError(f"the frame has {got}")
+            return found
+        if found is not None and given is frame:
+            raise ValueError("frame must hold frames, got a calibration without any")
+    if model is None:
+        raise ValueError(
+            "a config alone has no frame, which this recipe's keys are coded in: give the "
+            "model, or frame=find_frame(model), or a recipe with center='none' and "
+            "pair_scale='none'"
+        )
+    return frame_of(model, tokenizer)
 
 # %% ../../nbs/51_cache.ipynb #01c4c5d7
 def _checkpoints(model) -> bool:
@@ -220,8 +244,10 @@ class TurboQuantCache(Cache):
         graphs=True,
         # "codes" demands attention on codes, "dense" decodes for the model's own
         attention: str = "auto",
-        # a `ModelFrame`: what keys are coded around; None: the first chunk of each prompt says
+        # what keys are coded around: a file, a hub id or a Calibration with frames; None: the
+        # calibration's, else `frame_of` finds it once for the model
         frame=None,
+        tokenizer=None,  # the model's, by which a frame is found; None: one on this machine
     ):
         self.info = ModelInfo(model_or_config)
         module = isinstance(model_or_config, torch.nn.Module)
@@ -230,23 +256,23 @@ class TurboQuantCache(Cache):
         _check_settings(max_length, backend, static, attention)
         _check_reading(self.info, warn=attention != "dense")
         self.max_length, self.backend, self.static = max_length, backend, static
-        plans = plan_layers(self.info, recipe, bits, max_length, calibration, budget)
-        self.recipes = [p.recipe for p in plans]
-        frames = [None] * len(plans)
-        if frame is not None:
-            checks.instance(frame, "frame", ModelFrame)
-            frames = frame.of(self.config, self.recipes)
+        plan = max_length, calibration, budget
+        recipes = plan_layers(self.info, recipe, bits, *plan)
+        own = model_or_config if module else None
+        self.frame = _frame_for(self.info, recipes, own, frame, calibration, tokenizer)
+        frames = self.frame.frames if self.frame else [None] * len(recipes)
+        self.recipes = [r.settled(x) for r, x in zip(recipes, frames)]
         layers = self.info.own_layers()
         reading = self.info.reading
         self.reader = Reader(reading.why, self.config, attention)
-        for x, p, held in zip(self.info.coded, plans, frames):
+        for x, r, held in zip(self.info.coded, self.recipes, frames):
             kind = TurboQuantLayer
             if isinstance(layers[x.index], LinearAttentionLayer):
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
             clock = DeviceClock if static else HostClock
             settings = max_length, backend, clock, held
-            layers[x.index] = kind(p.recipe, x, self.reader, *settings)
+            layers[x.index] = kind(r, x, self.reader, *settings)
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self.padding = RowStarts(self.coded_layers)

@@ -10,8 +10,7 @@ import copy
 import math
 import warnings
 from collections import Counter
-from contextlib import nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from ..cache.store import KVStore, tail_with
 from .hooks import Handle, attention_name, wants_weights
 from .passes import repeated_starts
 from ..kernels import ops
-from ..kernels.mean import fused_mean
+from ..quant.calibration import LayerFrame
 from ..quant.layer_info import LayerInfo
 from ..quant.recipe import Recipe
 
@@ -193,16 +192,17 @@ class TurboQuantLayer(CacheLayerMixin):
         max_length: int | None = None,
         backend: str = "auto",
         clock: type = HostClock,  # the kind that its stores begin with
-        frame=None,  # a `LayerFrame`; None: the first chunk of each prompt gives one
+        frame: LayerFrame | None = None,  # of its keys, see `Recipe.settled`
     ):
         super().__init__()
+        recipe = recipe.settled(frame)
         self.clock, self.is_compileable, self.frame = clock, clock.fixed, frame
         self.recipe, self.info, self.reader = recipe, info, reader or Reader()
         self.index, self.sliding_window = info.index, info.sliding_window
         self.max_length, self.backend, self.store = max_length, backend, None
         self.is_sliding = self.sliding_window is not None
-        follows = recipe.key.center != "auto" and recipe.key.centre.rotates
-        self.inv_freq = info.inv_freq if follows else None  # of RoPE, for a pre-RoPE mean
+        turns = recipe.key.centre.rotates
+        self.inv_freq = info.inv_freq if turns else None  # of RoPE, for a pre-RoPE mean
         self.starts = None  # leading padding of each row; None: not known, so none
         self.calls, self.coded = Counter(), Counter()  # what attended, what coded: see `Report`
         self.backends = Counter()  # what attended on codes, by the names of `ops.attend`
@@ -217,7 +217,6 @@ class TurboQuantLayer(CacheLayerMixin):
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
         self.scales_pairs = recipe.key.pair_scale != "none"
-        self.asked = False  # whether queries of the first chunk are at hand, see `see_queries`
 
     @property
     def on_codes(self) -> bool:
@@ -292,23 +291,17 @@ class TurboQuantLayer(CacheLayerMixin):
         says whether the model attends `on_codes`, and takes the store into `unseen` where it
         will look at a first chunk."""
         given = states = key_states, value_states
-        if self.scales_pairs and (self.is_initialized or self.frame is not None):
-            held = self.store.key.into_frame if self.is_initialized else self.frame.scaled
-            states = held(key_states), value_states  # keys as the store holds them
+        if self.scales_pairs:
+            states = self._scaled(key_states), value_states  # keys as the store holds them
         if self.by_device:
             return self.captured.append(self, *states)
         on_codes, first = self.on_codes if on_codes is None else on_codes, self.first
         past, (drafts, self.drafts) = self.held, (self.drafts, 0)
         drafts = drafts if on_codes and not past else 0
-        waits = self.scales_pairs and on_codes and not past and self.frame is None
         if drafts:
-            self._append_with_drafts(states, drafts, waits, unseen)
-        elif waits:
-            self._wait(*states, True)
+            self._append_with_drafts(states, drafts, unseen)
         else:
             self._append(*states, past == 0, unseen)
-        if self.scales_pairs and not past and not waits and self.frame is None:
-            self._say_no_pairs("the model's own attention reads decoded keys")
         if on_codes:
             seen = states if past else given  # a first chunk attends to itself as it came
             return CodedStates.pair(self, seen, first, past == 0, drafts)
@@ -329,29 +322,20 @@ class TurboQuantLayer(CacheLayerMixin):
             x[:, :, x.shape[2] - chunk.shape[2] :] = chunk
         return dense
 
-    def see_queries(self, query: Tensor) -> None:
-        "The queries of a first chunk: what waits for them is coded."
-        if not self.store.waiting:
-            return
-        fused = ops.select_coder(self.store, self.backend).backend == "triton"
-        mean_of = fused_mean if fused else None
-        cuda, self.asked = query.device.type == "cuda", True
-        try:
-            with torch.cuda.device(query.device) if cuda else nullcontext():
-                self.store.complete(query, mean_of)
-        finally:
-            self.asked = False
+    def _scaled(self, keys: Tensor) -> Tensor:
+        "Keys [B, H, n, d] times the pair scale, rounded to their dtype, as the store has them."
+        if self.is_initialized:
+            return self.store.key.into_frame(keys)
+        pair = self.frame.pair.to(keys.device, torch.bfloat16)[:, None]
+        if keys.ndim != 4 or keys.shape[1] != len(pair) or keys.shape[3] != pair.shape[2]:
+            return keys  # the store refuses them
+        return (keys * pair).to(keys.dtype)
 
-    def _say_no_pairs(self, why: str) -> None:
-        "Note why keys that were to have a pair scale have none."
-        self.reasons[f"no pair scale, which needs the first chunk's queries: {why}"] += 1
-
-    def _append_with_drafts(self, states: tuple, drafts: int, waits: bool, unseen=None):
-        "Code a prompt, which has the mean to itself, then the drafts behind it."
-        take = self._wait if waits else partial(self._append, unseen=unseen)
-        take(*(x[:, :, :-drafts] for x in states), True)
+    def _append_with_drafts(self, states: tuple, drafts: int, unseen=None):
+        "Code a prompt, then the drafts behind it, which may be cropped."
+        self._append(*(x[:, :, :-drafts] for x in states), True, unseen)
         try:
-            take(*(x[:, :, -drafts:] for x in states), False)
+            self._append(*(x[:, :, -drafts:] for x in states), False, unseen)
         except BaseException:
             self.reset()
             raise
@@ -365,30 +349,6 @@ class TurboQuantLayer(CacheLayerMixin):
         self.starts = repeated_starts(self.starts, batch)
         if self.store.ranges.starts != self.starts:
             self.store.set_range(start=torch.tensor(self.starts))
-
-    def _wait(self, key_states, value_states, first_chunk: bool) -> None:
-        """Take a first chunk, or drafts behind it, that is coded when the queries come.
-        Whatever goes wrong, the layer is as it was."""
-        before, fresh = self.starts, not self.is_initialized
-        try:
-            if fresh:
-                self.lazy_initialization(key_states, value_states)
-            if first_chunk:
-                self._begin(len(key_states))
-            code = partial(self._code_late, first_chunk)
-            self.store.wait(key_states, value_states, code, self.names)
-        except BaseException:
-            if fresh:
-                self.reset()
-            self.starts = before
-            raise
-        self.tail = None
-
-    def _code_late(self, first_chunk: bool, store, key_states, value_states) -> None:
-        "Code a chunk that waited, see `KVStore.wait`."
-        if first_chunk and not self.asked:
-            self._say_no_pairs("they were read before the layer attended")
-        self._append(store.key.into_frame(key_states), value_states, first_chunk)
 
     def _append(self, key_states, value_states, first_chunk: bool, unseen=None):
         "Code a chunk of keys in the store's frame. Whatever goes wrong, it is as it was."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXPAND', 'LayerFrequencies', 'layer_frequencies', 'Reading', 'ModelInfo', 'adapters_of', 'weights_of',
-           'check_weights', 'left_behind', 'LayerPlan', 'plan_layers']
+           'check_weights', 'left_behind', 'plan_layers']
 
 # %% ../../nbs/50_model_info.ipynb #336d9716
 import ast
@@ -13,7 +13,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -512,30 +512,12 @@ def left_behind(
     return [(m, name) for m in modules for name in _LEFT_BEHIND if name in vars(m)]
 
 # %% ../../nbs/50_model_info.ipynb #46a291ce
-@dataclass(frozen=True, eq=False)
-class LayerPlan:
-    "How one layer is coded."
-
-    recipe: Recipe
-    inv_freq: tuple | None = None  # r/2 numbers, where the centre of keys is the pre-RoPE mean
-
-
-def _settle_centers(
-    info: ModelInfo, recipes: list
-) -> tuple:  # (recipes without "auto", [inv_freq or None])
-    """Where the keys' centre is left to the model: its RoPE decides. Raises ValueError where a
-    recipe names a pre-RoPE mean and there is no such RoPE."""
-    keys = [r.key for r in recipes]
-    if not any(x.center == "auto" or x.centre.rotates for x in keys):
-        return recipes, [None] * len(recipes)
-    frequencies = [x.inv_freq for x in info.coded]
-    recipes = [r.settled(rope=f is not None) for r, f in zip(recipes, frequencies)]
-    rotates = [r.key.centre.rotates for r in recipes]
-    inv_freq = [f if follows else None for follows, f in zip(rotates, frequencies)]
-    if any(f is None and follows for f, follows in zip(inv_freq, rotates)):
+def _check_centers(info: ModelInfo, recipes: list) -> None:
+    "Raise ValueError where a recipe names a pre-RoPE mean and there is no such RoPE."
+    lacks = [x.inv_freq is None for x in info.coded]
+    if any(r.key.center == "pre_rope" and no for r, no in zip(recipes, lacks)):
         why = info.rope.why or "one has none"
         raise ValueError(f"center='pre_rope' needs RoPE in each of its layers: {why}")
-    return recipes, inv_freq
 
 # %% ../../nbs/50_model_info.ipynb #a522f8d6
 def _check_sizes(info: ModelInfo, recipes: list) -> None:
@@ -559,9 +541,13 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
         )
 
 
-def _without_pairs(recipe: Recipe) -> Recipe:
-    "A recipe of latents, which are values too: no query could take a pair scale out again."
-    return replace(recipe, key=replace(recipe.key, pair_scale="none"))
+def _of_latents(recipe: Recipe, layer: int) -> Recipe:
+    """A recipe of latents, which are values too: no frame is theirs. Raises ValueError where
+    one is asked for."""
+    for name in ("center", "pair_scale"):
+        if (x := getattr(recipe.key, name)) not in ("auto", "none"):
+            raise ValueError(f"{name}={x!r} is for keys, and layer {layer} holds latents")
+    return replace(recipe, key=replace(recipe.key, center="none", pair_scale="none"))
 
 
 def plan_layers(
@@ -571,8 +557,9 @@ def plan_layers(
     max_length: int | None = None,  # tokens that are allocated at once
     calibration=None,  # a file, a hub id or a Calibration
     budget: float | None = None,  # average bits, spent by the calibration's losses
-) -> list:  # a LayerPlan for each coded layer
-    """Raises TypeError/ValueError for what is no recipe, a list of another length, bits that no
+) -> list:  # a Recipe for each coded layer
+    """How each layer is coded, before its frame settles what is "auto". Raises
+    TypeError/ValueError for what is no recipe, a list of another length, bits that no
     head of this size can have, decay with max_length, a pre-RoPE mean without RoPE, another
     model's calibration, a budget without one."""
     n = len(info.coded)
@@ -586,8 +573,9 @@ def plan_layers(
         raise ValueError(
             "max_length allocates once, so decay frees nothing; choose one of them"
         )
-    recipes, inv_freq = _settle_centers(info, recipes)
-    recipes = [_without_pairs(r) if x.latent else r for x, r in zip(info.coded, recipes)]
+    _check_centers(info, recipes)
+    latent = lambda x, r: _of_latents(r, x.index) if x.latent else r
+    recipes = [latent(x, r) for x, r in zip(info.coded, recipes)]
     if calibration is None and budget is not None:
         raise ValueError("a budget needs a calibration, which says where bits are worth most")
     if calibration is not None:
@@ -596,7 +584,7 @@ def plan_layers(
         recipes = recipes if budget is None else apply_bit_budget(recipes, found, budget)
         recipes = found.recipes(recipes)
     _check_sizes(info, recipes)
-    return [LayerPlan(*x) for x in zip(recipes, inv_freq)]
+    return recipes
 
 
 def _recipes_to_json(recipes: list) -> str | list:

@@ -18,7 +18,6 @@ from turboquant_nb.cache.clock import (
     AppendOperands,
     _append_by_position,
     _sides,
-    _take_mean,
     flags_of,
 )
 from ..cache.exact import _plain, commit
@@ -33,7 +32,6 @@ from turboquant_nb.kernels.encode_launch import (
     encode_append,
 )
 from .launcher import is_current
-from .mean import fused_mean
 
 # %% ../../nbs/40f_fused_append.ipynb #2204b283
 def _truncates(store, before: int) -> bool:
@@ -67,26 +65,26 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
 _make_room = _plain(make_room)
 
 # %% ../../nbs/40f_fused_append.ipynb #b023a9ff
-def _code_flagged(plan, store, states, means, flags=None) -> Tensor:
+def _code_flagged(plan, store, states, flags=None) -> Tensor:
     "Code by the kernel; the flags."
     make_room(store, states[0].shape[2])
     at = store.length - store.offset
-    return encode_append(store, *states, at, means, flags, plan=plan)
+    return encode_append(store, *states, at, flags, plan=plan)
 
 
-def _code_unseen(plan, store, states, means, names):
+def _code_unseen(plan, store, states, names):
     """What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose
     `sync` raises."""
-    _code_flagged(plan, store, states, means, flags_of(store))
+    _code_flagged(plan, store, states, flags_of(store))
 
 
-def _code_and_wait(plan, store, states, means, names):
+def _code_and_wait(plan, store, states, names):
     "What it calls otherwise: the kernel, and, returned, a look at its flags."
-    flags = _code_flagged(plan, store, states, means)
+    flags = _code_flagged(plan, store, states)
 
     def confirm():
         if any(flags.tolist()):
-            _encoded(store, states, means, names)  # raises what the PyTorch path raises
+            _encoded(store, states, names)  # raises what the PyTorch path raises
             raise ValueError(
                 f"{' or '.join(names)} cannot be coded: a norm or a scale overflows"
             )
@@ -122,8 +120,6 @@ def _append_at(*operands):
         return _append_by_position(new, **({} if chained else dict(code=_code_long)))
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
     sides = _sides(new._replace(k=k, v=v))
-    for s in sides:
-        _take_mean(s, new.start, new.position, new.rope_table)
     numbers = (
         new.start,
         new.flags if new.rope_table is None else new.rope_table,
@@ -170,9 +166,9 @@ def append(
     plan = _plan(store)
     if wait or not _is_short(store, plan, k, v):
         if plan.chained:  # PyTorch, which asks a kernel for the symbols
-            return append_by_host(store, k, v, names, mean_of=fused_mean)
+            return append_by_host(store, k, v, names)
         code = partial(_code_unseen if wait is False else _code_and_wait, plan)
-        return append_by_host(store, k, v, names, code, fused_mean)
+        return append_by_host(store, k, v, names, code)
     if not store.clock.fixed:
         _make_room(store, k.shape[2])
     sides, flags, at = ((store.key, store.value), flags_of(store), store.length - store.offset)

@@ -1030,9 +1030,8 @@ class Cpu(Backend):
         c.share, c.lse = share.data_ptr(), share.data_ptr() + size
         self.library.attend(c)
         coded, exact = out.unbind()
-        part, lse = share.unbind()
+        lse = share[1]
         whole = value.q.rotation.inverse(coded).add_(exact)
-        whole = value.q.centre.output(whole, part, value.mean)
         return Answer(whole.view(b, h * g, 1, dv).to(q.dtype), lse.view(b, h * g, 1))
 
     def _coders(self, store: KVStore) -> tuple | None:  # (keys' and values' _Coder, tables)
@@ -1056,7 +1055,7 @@ class Cpu(Backend):
     ):  # whether it did; if not, nothing has changed, and the quantizer codes or refuses
         "Code one token of each sequence."
         clock, kind = store.clock, (store.dtype, store.device)
-        if store.waiting or clock.by_device or store.end is not None:
+        if clock.by_device or store.end is not None:
             return False
         position = clock.learn(store)
         shapes = [(store.batch, store.heads, 1, part.q.d) for part in store.parts]

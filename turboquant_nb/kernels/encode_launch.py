@@ -482,8 +482,6 @@ def encode_append(
     k: Tensor,  # [B, H, n, d_key] in the store's dtype, any strides
     v: Tensor,  # [B, H, n, d_value]
     first: int,  # token, counted from the first tile, at which the first of n goes
-    means: tuple
-    | None = None,  # that are subtracted of keys and of values; the store's if None
     flags: Tensor | None = None,  # [4] int32 to raise flags in; new and zero if None
     # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was
     # measured on
@@ -507,7 +505,7 @@ def encode_append(
     flags = torch.zeros(4, dtype=torch.int32, device=k.device) if flags is None else flags
     if n:
         tensors = [list(part.tensors.values()) for part in parts]
-        means = [part.mean for part in parts] if means is None else means
+        means = [part.mean for part in parts]
         numbers = store.start, table, flags, flags
         place = Place(first, store.offset)
         plan.launch_long((k, v), tensors, truncated, means, numbers, place, config)

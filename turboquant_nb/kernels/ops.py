@@ -335,8 +335,6 @@ def select_backend(call: Call) -> Choice:
 def serve(call: Call, backend: str | None = None) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
     name = select_backend(call).backend if backend is None else backend
-    if call.store.waiting:
-        call.store.complete()
     return with_sinks(*BACKENDS[name].run(call), call.rule.sinks)
 
 
@@ -414,8 +412,6 @@ def append(
 ) -> str:  # the backend that coded
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or
     with the reason if the backend named cannot serve; the store is then as before."""
-    if store.waiting:
-        store.complete()
     k = k if framed or not isinstance(k, Tensor) else store.key.into_frame(k)
     name, _ = select_coder(store, backend)
     step = backend == "auto" and name == "torch" and isinstance(k, Tensor)

@@ -65,15 +65,15 @@ class Spec:
     # "sphere" (exact law at this d), "uniform", "trellis" (channels coded together, smallest
     # error) or the name of a registered code
     codebook: str = "sphere"
-    # "none", "prompt_mean" (of the first chunk), "pre_rope" (the mean before RoPE) or the name
-    # of a registered centre; "auto": see `Recipe.settled`
+    # of keys: "none", "fixed" (a mean of the keys as attention sees them), "pre_rope" (one
+    # before RoPE) or the name of a registered centre; "auto": what the model's frame has
     center: str = "none"
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
     residual: str = (
         "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
     )
-    # of keys: "none", or "prompt", a scale for each pair of channels from the first chunk's
-    # keys and queries
+    # of keys: "none", or "frame", a scale for each pair of channels, which the model's frame
+    # has; "auto": where it has one
     pair_scale: str = "none"
 
     def __post_init__(self):
@@ -95,8 +95,8 @@ class Spec:
             )
         checks.one_of(self.center, "center", (*CENTRES, "auto"))
         checks.one_of(self.scale_dtype, "scale_dtype", ("float16", "bfloat16", "float32"))
-        checks.one_of(self.pair_scale, "pair_scale", ("none", "prompt"))
-        if self.pair_scale != "none" and transform_class(self.rotation).per_head:
+        checks.one_of(self.pair_scale, "pair_scale", ("none", "frame", "auto"))
+        if self.pair_scale == "frame" and transform_class(self.rotation).per_head:
             raise ValueError(
                 f"pair_scale={self.pair_scale!r} and rotation={self.rotation!r} do the same "
                 "work, and the second was fitted to keys without the first: choose one"
@@ -104,7 +104,7 @@ class Spec:
 
     @property
     def centre(self) -> Centre:
-        'What `center` names. Raises ValueError for "auto", which a model settles.'
+        'What `center` names. Raises ValueError for "auto", which a frame settles.'
         return CENTRES[checks.one_of(self.center, "center", CENTRES)]
 
 # %% ../../nbs/20_quantizer.ipynb #8be12a34

@@ -75,7 +75,7 @@ class Recipe(TwoSides):
     """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay
     exact. Raises ValueError/TypeError on fields that are not allowed."""
 
-    key: Spec = Spec(center="auto")
+    key: Spec = Spec(center="auto", pair_scale="auto")
     value: Spec = Spec()
     sinks: int = 4  # first tokens of each sequence kept in the model's dtype
     recent: int = 16  # most recent tokens kept in the model's dtype
@@ -87,17 +87,10 @@ class Recipe(TwoSides):
     def __post_init__(self, residual):
         for name in ("key", "value"):
             checks.instance(getattr(self, name), name, Spec)
-        if self.value.center == "auto":
-            raise ValueError(
-                "center='auto' is for keys: RoPE rotates no values; use 'prompt_mean'"
-            )
-        if self.value.pair_scale != "none":
-            raise ValueError(
-                f"pair_scale={self.value.pair_scale!r} is for keys: no query reads values"
-            )
-        why = self.value.centre.refuses("values")
-        why = why or transform_class(self.value.rotation).refuses("values")
-        if why:
+        for name in ("center", "pair_scale"):
+            if (x := getattr(self.value, name)) != "none":
+                raise ValueError(f"{name}={x!r} is for keys: a frame says nothing of values")
+        if why := transform_class(self.value.rotation).refuses("values"):
             raise ValueError(why)
         for name, low in {"sinks": 0, "recent": 0, "decay": 1}.items():
             if name != "decay" or self.decay is not None:
@@ -107,14 +100,23 @@ class Recipe(TwoSides):
             object.__setattr__(self, "key", replace(self.key, **_KEY_RESIDUALS[residual]))
         _check_decay(self.decay, (self.key, self.value))
 
-    def settled(self, rope: bool) -> "Recipe":
-        """The recipe without "auto": keys get the mean before RoPE where the frequencies of a
-        model's RoPE are known, else the prompt's."""
-        if self.key.center != "auto":
-            return self
-        return replace(
-            self, key=replace(self.key, center="pre_rope" if rope else "prompt_mean")
-        )
+    @property
+    def wants_frame(self) -> bool:
+        "Whether keys take something from a model's frame."
+        return self.key.center != "none" or self.key.pair_scale != "none"
+
+    def settled(self, frame=None) -> "Recipe":
+        """The recipe without "auto", for a layer with this `LayerFrame`: its mean before RoPE
+        if it has one, else the one after it; its pair scale, unless a transform of each head
+        does that work. Without a frame neither."""
+        center, scales = self.key.center, self.key.pair_scale
+        if center == "auto":
+            center = "none" if frame is None else frame.center
+        if scales == "auto":
+            done = frame is None or frame.pair is None
+            done = done or transform_class(self.key.rotation).per_head
+            scales = "none" if done else "frame"
+        return replace(self, key=replace(self.key, center=center, pair_scale=scales))
 
 # %% ../../nbs/20b_recipe.ipynb #a960cdb2
 PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (2, 2), (1, 1))} | {
@@ -127,14 +129,13 @@ def preset(
     name: str,  # "k4v4", "k3v3", "k2v2", …
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
-    side has 1 or 2 bits; the mean of keys that suits the model; scalar codes, or trellis codes
-    with a pair scale of the prompt ("-trellis"). Raises ValueError for a name that is not in
-    `PRESETS`."""
+    side has 1 or 2 bits; what a model's frame has; scalar codes, or trellis codes
+    ("-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
-    key = Spec(bits=k, center="auto")
+    key = Spec(bits=k, center="auto", pair_scale="auto")
     value, recent = Spec(bits=v), 16 if min(k, v) > 2 else 64
     if name.endswith("-trellis"):
-        key = replace(key, codebook="trellis", pair_scale="prompt")
+        key = replace(key, codebook="trellis")
         value = replace(value, codebook="trellis")
     return Recipe(key, value, recent=recent)
 

@@ -40,12 +40,12 @@ from turboquant_nb.kernels.cell_attention import (
 )
 from ..kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
 from ..kernels.work import Workspace
-from ..quant.calibration import Calibration, load_calibration
+from ..quant.calibration import Calibration, LayerFrame, load_calibration
 from ..quant.layer_info import needs_means
 from ..quant.mixed_precision import find_code, make_quantizer
 from ..quant.quantizer import CODES
 from ..quant.recipe import PRESETS, Recipe, preset
-from ..theory.transforms import HeadTransform, register_transform
+from ..theory.transforms import HeadTransform, pair_transform, register_transform
 
 # %% ../../nbs/76_serving.ipynb #76a0000b
 def serving_recipe(
@@ -54,12 +54,11 @@ def serving_recipe(
     # exact first tokens; None: likewise, and none where `recent` is 0
     sinks: int | None = None,
 ) -> Recipe:
-    """The recipe that an engine's cache can hold; of a preset, without its pair scale. Raises
-    ValueError/TypeError with a reason for each part that it cannot."""
+    """The recipe that an engine's cache can hold. Its keys get what a calibration's frames
+    have, which cells hold as a mean after RoPE and a transform. Raises ValueError/TypeError
+    with a reason for each part that it cannot."""
     if isinstance(recipe, str):
         recipe = preset(checks.one_of(recipe, "recipe", PRESETS))
-        # a preset's pair scale is fitted to one prompt, and blocks are shared
-        recipe = replace(recipe, key=replace(recipe.key, pair_scale="none"))
     recipe = (
         Recipe.from_json(json.dumps(recipe))
         if isinstance(recipe, dict)
@@ -72,8 +71,6 @@ def serving_recipe(
         ).items()
         if x is not None
     }
-    if recipe.key.center == "auto":  # `Recipe.settled` would take a mean of one request
-        given["key"] = replace(recipe.key, center="none")
     recipe, reasons = replace(recipe, **given), []
     if recipe.sinks and not recipe.recent:
         reasons.append(
@@ -83,15 +80,10 @@ def serving_recipe(
     if recipe.decay is not None:
         reasons.append(f"decay must be None, got {recipe.decay}: blocks have one size")
     for name, side in (("key", recipe.key), ("value", recipe.value)):
-        if side.center != "none":
+        if side.center not in ("auto", "fixed", "none"):
             reasons.append(
-                f"{name}.center must be 'none', got {side.center!r}: a mean belongs to one "
-                "request, blocks are shared; means of a calibration are used where it has them"
-            )
-        if side.pair_scale != "none":
-            reasons.append(
-                f"{name}.pair_scale must be 'none', got {side.pair_scale!r}: it belongs to one "
-                "request, blocks are shared; a calibration's does not (calibrate --pair-scale)"
+                f"{name}.center must be 'auto', 'fixed' or 'none', got {side.center!r}: cells "
+                "hold a mean after RoPE"
             )
         if side.residual == "qjl" or type(side.bits) is not int:
             reasons.append(
@@ -135,7 +127,7 @@ class ServingConfig:
     recipe: str | dict | Recipe = "k3v3"
     past_tokens: int = 32768  # of a chunk's past that are decoded at a time
     calibration: str | Calibration | None = (
-        None  # means and transforms of keys; a file, or a hub id
+        None  # frames and transforms of keys; a file, or a hub id
     )
     recent: int | None = (
         None  # tokens before a step that are read exactly; None: as many as the recipe says
@@ -144,7 +136,7 @@ class ServingConfig:
         # first tokens of a request that are read exactly, where recent ones are; None: likewise
         None
     )
-    means: bool = True  # keys are centred by the calibration's means
+    means: bool = True  # keys are centred by the frames' means
 
     def __post_init__(self):
         recipe = serving_recipe(self.recipe, self.recent, self.sinks)
@@ -157,14 +149,12 @@ class ServingConfig:
         if self.calibration is not None:
             object.__setattr__(self, "calibration", _calibration(self.calibration))
             found = self.calibration
-            layers = max(len(found.transforms), len(found.centers))
+            layers = max(len(found.transforms), len(found.frames))
             if layers != found.header["about"]["layers"]:
                 raise ValueError(
-                    f"the calibration has transforms or means of {layers} of "
+                    f"the calibration has transforms or frames of {layers} of "
                     f"{found.header['about']['layers']} layers; all are needed"
                 )
-            if not found.transforms and not self.means:
-                raise ValueError("the calibration has means alone, and means is False")
             found.recipes([self.recipe] * layers)  # a rotation that was chosen is refused
 
     @classmethod
@@ -177,7 +167,8 @@ class ServingConfig:
 
     def quantizers(self, d_key: int, d_value: int, device) -> tuple:
         "Of keys and of values, without a calibration."
-        sides = (self.recipe.key, d_key), (self.recipe.value, d_value)
+        key = replace(self.recipe.key, center="none", pair_scale="none")
+        sides = (key, d_key), (self.recipe.value, d_value)
         return tuple(shared_quantizer(*side, placed(device)) for side in sides)
 
     def calibrated(
@@ -200,15 +191,17 @@ class ServingConfig:
                 f"the calibration has {about['layers']} layers with heads of "
                 f"{about['head size']}, layer {layer} with heads of {d_key} is asked for"
             )
+        spec, named = replace(self.recipe.key, center="none", pair_scale="none"), None
+        frame = found.frames[layer].of_heads(heads) if found.frames else LayerFrame()
         if found.transforms:
             matrix = found.transforms[layer].matrix[heads]
-            named = register_transform(HeadTransform.of(matrix)).name
-            key = make_quantizer(replace(self.recipe.key, rotation=named), d_key, device)
-        return (
-            key,
-            value,
-            found.centers[layer][heads].to(device) if found.centers and self.means else None,
-        )
+            named = register_transform(HeadTransform.of(matrix))
+        elif frame.pair is not None and self.recipe.key.pair_scale != "none":
+            named = pair_transform(frame.pair, spec.rotation, spec.seed)
+        if named is not None:
+            key = make_quantizer(replace(spec, rotation=named.name), d_key, device)
+        centred = self.means and self.recipe.key.center != "none" and frame.fixed is not None
+        return key, value, frame.fixed.to(device) if centred else None
 
     def bytes_per_token(
         self, d_key: int, d_value: int | None = None
@@ -768,12 +761,14 @@ def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
 
 def mean_reasons(config, model_config) -> list:
     "Why a model is not served whose keys are far from 0."
-    centred = config.calibration is not None and bool(config.calibration.centers)
+    found = config.calibration
+    centred = found is not None and any(x.fixed is not None for x in found.frames)
     if not config.means or centred or not needs_means(model_config):
         return []
     return [
-        f"{model_config.model_type}, whose keys lie far from 0, without a calibration's means, "
-        'which such codes need: give a calibration; "means": false serves it all the same'
+        f"{model_config.model_type}, whose keys lie far from 0, without the frames of a "
+        "calibration, which such codes need: turboquant calibrate --frame FILE makes one; "
+        '"means": false serves it all the same'
     ]
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAIR_RANGE', 'attention_weights', 'sensitivity', 'Moments', 'best_metric', 'coding_gain', 'best_scales',
            'pair_scales', 'HeadTransform', 'register_transform', 'transform_class', 'find_transform',
-           'restore_transforms', 'fit_head_transform', 'fit_pair_transform']
+           'restore_transforms', 'fit_head_transform', 'fit_pair_transform', 'pair_transform']
 
 # %% ../../nbs/14_transforms.ipynb #fd4a5bee
 import hashlib
@@ -185,7 +185,7 @@ def pair_scales(
     keys: Tensor,  # [..., d] mean squares of its centred keys
     rotary: int,  # channels that RoPE rotates, the first of the head
 ) -> Tensor:  # [..., d] fp32, numbers that bf16 holds
-    """By what a prompt's keys are multiplied and its queries divided: equation (14.7), with
+    """By what keys are multiplied and queries divided: equation (14.7), with
     the geometric mean 1 and within `PAIR_RANGE` of it. Channels that no query reads, no key
     uses, or whose sums are not finite keep 1. Waits for no device. Raises ValueError for shapes
     that do not fit."""
@@ -374,6 +374,14 @@ def fit_pair_transform(
     so it does not depend on the positions that were read. Raises ValueError as
     `pair_scales`."""
     energy = lambda x: x.diagonal(dim1=1, dim2=2)
-    scales = pair_scales(energy(queries), energy(keys), rotary).double()
-    hadamard = make_rotation("hadamard", scales.shape[1], seed).matrix.double()
-    return register_transform(HeadTransform.of(hadamard * scales[:, None]))
+    return pair_transform(pair_scales(energy(queries), energy(keys), rotary), seed=seed)
+
+
+def pair_transform(
+    pair: Tensor,  # [H, d] scales of `pair_scales`
+    rotation: str = "hadamard",
+    seed: int = 0,
+) -> HeadTransform:
+    "Scales of pairs and the rotation behind them as one matrix for each head, registered."
+    matrix = make_rotation(rotation, pair.shape[1], seed).matrix.double()
+    return register_transform(HeadTransform.of(matrix * pair.double().cpu()[:, None]))
