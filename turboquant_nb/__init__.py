@@ -15,6 +15,7 @@ _HOME = {
     "attend": "kernels.ops",  # the one that chooses a backend
     "load_calibration": "quant.calibration",
     "calibrate": "calibration.fit",
+    "find_frame": "hf.frame",
 }
 __all__ = list(_HOME)
 # Modules that are gone, by what takes their place; nbs/measured/closed.ipynb says why.
@@ -41,6 +42,7 @@ _GONE = {
     "hf.storage": "cache.save and TurboQuantCache.load (hf.archive)",
     "hf.transfer": "torch.distributed on the tensors of cache.disk.state_of",
     "kernels.cpp": "kernels.cpu",
+    "kernels.mean": "hf.frame.find_frame",
     "kernels.latent_cells": "nothing: vLLM's own cache holds latents",
     "kernels.latent_fragments": 'backend="blocks"',
     "kernels.latents": 'backend="blocks"',
