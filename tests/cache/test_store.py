@@ -123,7 +123,7 @@ class Dense:
             at = torch.arange(x.shape[2]) + self.raw[i].shape[2]
             if self.raw[i].shape[2] == 0 and spec.center != "none":
                 self.means[i] = self.mean(
-                    x if spec.center == "prompt_mean" else rotated(x, -at, self.inv_freq)
+                    x if spec.center == "fixed" else rotated(x, -at, self.inv_freq)
                 )
             q, mean = make_quantizer(spec, x.shape[3]), self.means[i]
             if spec.center == "pre_rope":
@@ -249,7 +249,7 @@ def random_recipe(rng, d, dv, limit=None, static=False):
             rng.randrange(3),
             rng.choice(("norm", "mse", "unbiased")),
             rng.choice(("sphere", "uniform")),
-            rng.choice(("none", "prompt_mean", *centers)),
+            rng.choice(("none", "fixed", *centers)),
             rng.choice(("float16", "bfloat16", "float32")),
             residual,
         )
@@ -371,7 +371,7 @@ def test_random_operation_sequences(block):
 
 def test_the_dense_model_can_fail():
     "Mutants: a forgotten sink, a window too long, another mean."
-    store = make(Recipe(Spec(center="prompt_mean"), Spec(), sinks=2, recent=3))
+    store = make(Recipe(Spec(center="fixed"), Spec(), sinks=2, recent=3))
     dense = Dense(store)
     k, v = states(store, 20)
     store.append(k, v)
@@ -398,7 +398,7 @@ def test_memory_that_was_somebodys_holds_nothing(room, monkeypatch):
     append, after it, when it has grown and when tiles went: whatever is made is cleared.
     Kills: a kind of tensor that `clear` is not given."""
     recipes = (
-        Recipe(Spec(3, center="prompt_mean"), Spec(4, center="prompt_mean")),
+        Recipe(Spec(3, center="fixed"), Spec(4, center="fixed")),
         Recipe(Spec(3, pair_scale="prompt"), Spec(2, residual="qjl"), sinks=3, recent=5),
     )
 
@@ -482,11 +482,11 @@ def test_inv_freq_is_refused():
     ):
         with pytest.raises(error, match=why):
             make(PRE_ROPE, inv_freq=bad)
-    named = make(Recipe(Spec(3, center="prompt_mean")), inv_freq=FREQ)
-    assert named.cos_sin is None and named.recipe.key.center == "prompt_mean"  # nothing rotates
+    named = make(Recipe(Spec(3, center="fixed")), inv_freq=FREQ)
+    assert named.cos_sin is None and named.recipe.key.center == "fixed"  # nothing rotates
 
 
-@pytest.mark.parametrize("freq, center", ((True, "pre_rope"), (False, "prompt_mean")))
+@pytest.mark.parametrize("freq, center", ((True, "pre_rope"), (False, "fixed")))
 def test_a_preset_takes_the_mean_that_the_store_can_carry(freq, center):
     "With frequencies the mean before RoPE, without them the prompt's."
     more = dict(inv_freq=FREQ) if freq else {}
@@ -511,7 +511,7 @@ def captured(store, k, v):
     "recipe, padding",
     (
         ("k3v3", (0, 5)),
-        (Recipe(Spec(2.5, center="prompt_mean"), Spec((1, 2, 3, 4) * 2), 2, 3), (0, 0)),
+        (Recipe(Spec(2.5, center="fixed"), Spec((1, 2, 3, 4) * 2), 2, 3), (0, 0)),
         (PRE_ROPE, (0, 5)),
         (Recipe(Spec(3, residual="sign"), Spec(1), 0, 5), (0, 5)),
     ),
@@ -599,11 +599,11 @@ def test_static_to_file_and_back():
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+@pytest.mark.parametrize("center", ("fixed", "pre_rope"))
 def test_mean_of_a_padded_row_ignores_its_padding(center, gen):
     """A row that starts at 5 is coded as if the padding were not there, also where it is found
     out after the first chunk."""
-    recipe = Recipe(Spec(center=center), Spec(center="prompt_mean"), sinks=2)
+    recipe = Recipe(Spec(center=center), Spec(center="fixed"), sinks=2)
     k, v = torch.randn(2, 1, 2, 30, 8, generator=gen) + 3
     alone = make(recipe, 1, inv_freq=FREQ)
     alone.append(k, v)
@@ -694,7 +694,7 @@ def test_decay_frees_exactly_one_bit_per_value():
 
 
 def test_decay_with_padding_found_late_and_with_eviction():
-    recipe = Recipe(Spec(3, center="prompt_mean"), Spec(4), sinks=2, recent=5, decay=10)
+    recipe = Recipe(Spec(3, center="fixed"), Spec(4), sinks=2, recent=5, decay=10)
     early, late = make(recipe, tile=8), make(recipe, tile=8)
     k, v = states(early, 60)
     early.set_range(start=torch.tensor([0, 9]))
@@ -813,9 +813,7 @@ def test_bool_select_and_one_row():
 
 def test_autograd_does_not_enter():
     "A forward without no_grad must not chain the whole dense graph to the cache."
-    store = make(
-        Recipe(Spec(center="prompt_mean"), Spec(center="prompt_mean"), sinks=2, recent=3)
-    )
+    store = make(Recipe(Spec(center="fixed"), Spec(center="fixed"), sinks=2, recent=3))
     k, v = (x.requires_grad_() for x in states(store, 9))
     store.append(k * 2, v * 2)
     assert not any(
@@ -830,7 +828,7 @@ def test_autograd_does_not_enter():
 
 def test_inference_mode_then_no_grad():
     with torch.inference_mode():
-        store = make(Recipe(Spec(center="prompt_mean"), Spec(), sinks=2, recent=3))
+        store = make(Recipe(Spec(center="fixed"), Spec(), sinks=2, recent=3))
         k, v = states(store, 9)
         store.append(k, v)
     with torch.no_grad():
@@ -851,7 +849,7 @@ def test_inference_mode_then_no_grad():
 def test_copies_share_tables_and_nothing_else(static):
     "A deep copy and a pickled one read and go on as the store, which they do not change."
     store = make(
-        Recipe(Spec(3, center="pre_rope"), Spec(2.5, center="prompt_mean"), 2, 5),
+        Recipe(Spec(3, center="pre_rope"), Spec(2.5, center="fixed"), 2, 5),
         inv_freq=FREQ,
         tile=8,
         **(dict(max_length=60, static=True) if static else {}),
