@@ -157,7 +157,7 @@ aged = partial(store, decay=8)
 # what makes a store, or several; the update
 UPDATES = {
     "a first chunk": (partial(store, 0), chunk(6)),
-    "a first chunk, a fixed mean": (partial(store, 0, dict(center="prompt_mean")), chunk(20)),
+    "a first chunk, a fixed mean": (partial(store, 0, dict(center="fixed")), chunk(20)),
     "a chunk that needs room": (partial(store, 20), chunk(30)),
     "a chunk of an extra": (partial(store, 20, dict(residual="sign")), chunk(7)),
     "a token by torch": (partial(store, 16), chunk(1)),
@@ -273,7 +273,7 @@ def test_an_update_is_before_or_after(name):
 def test_a_launched_append_is_before_or_after(static):
     "The kernel writes codes, ring and, where the device counts, the length."
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe = Recipe(Spec(3, center="prompt_mean"), Spec(4), sinks=2, recent=5)
+    recipe = Recipe(Spec(3, center="fixed"), Spec(4), sinks=2, recent=5)
     new = lambda n: (x[:1, :1].to(device) for x in states(n, d=16))
 
     def make():

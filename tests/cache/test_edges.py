@@ -51,7 +51,7 @@ def test_a_crop_takes_the_ends_of_rows_along():
 @pytest.mark.parametrize("start", ((0, 0), (0, 9)))
 def test_any_part_of_a_store_is_read_as_the_whole_is(start):
     "Exact tokens at the ends of the part, inside it and beside it."
-    store = KVStore(Recipe(Spec(3, center="prompt_mean"), sinks=2, recent=5), 2, 2, 8, tile=8)
+    store = KVStore(Recipe(Spec(3, center="fixed"), sinks=2, recent=5), 2, 2, 8, tile=8)
     store.set_range(start=torch.tensor(start))
     store.append(*states(21))
     whole = store.read()
@@ -240,9 +240,7 @@ def test_a_store_grows_by_an_eighth():
 @pytest.mark.parametrize("d", (8, 12))
 def test_a_static_store_that_went_back_is_as_one_that_never_was_ahead(d):
     "Codes are written over others, whose bits must go; back at 0 the mean is taken anew."
-    recipe = Recipe(
-        Spec(3, center="prompt_mean"), Spec(2, center="prompt_mean"), sinks=1, recent=4
-    )
+    recipe = Recipe(Spec(3, center="fixed"), Spec(2, center="fixed"), sinks=1, recent=4)
     g = torch.Generator().manual_seed(2)
     draw = lambda n: [torch.randn(2, 2, n, d, generator=g) + 3 for _ in "kv"]
     first, other, then = draw(11), draw(9), draw(2)
@@ -356,13 +354,13 @@ def unsynced(store, states):
         store.append(*states)
 
 
-@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+@pytest.mark.parametrize("center", ("fixed", "pre_rope"))
 @pytest.mark.parametrize("tokens", (0, 1, 2, 3, 6))
 def test_the_first_chunk_of_any_length_has_its_mean(center, tokens):
     """By position as by number: 0 up to one token after the sinks, the shrunk mean from two on,
     every last bit but rounding to bfloat16."""
     recipe, freq = (
-        Recipe(Spec(3, center=center), Spec(3, center="prompt_mean"), sinks=2, recent=3),
+        Recipe(Spec(3, center=center), Spec(3, center="fixed"), sinks=2, recent=3),
         0.5 ** torch.arange(1.0, 5.0),
     )
     one, two = (
@@ -377,7 +375,7 @@ def test_the_first_chunk_of_any_length_has_its_mean(center, tokens):
         torch.testing.assert_close(a.mean, b.mean, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("center", ("prompt_mean", "pre_rope"))
+@pytest.mark.parametrize("center", ("fixed", "pre_rope"))
 @pytest.mark.parametrize("recent", (None, 4))
 def test_attention_where_the_device_counts_the_tokens(center, recent):
     """Recorded, the length is a tensor and masks reach to max_length: the same output as where

@@ -115,7 +115,7 @@ def decoded(store, q, k, v, **how):
 
 @pytest.mark.parametrize("backend", ("torch", "cpu", "blocks", "triton"))
 @pytest.mark.parametrize(
-    "codebook, center", [("sphere", "none"), ("trellis", "prompt_mean"), ("sphere", "pre_rope")]
+    "codebook, center", [("sphere", "none"), ("trellis", "fixed"), ("sphere", "pre_rope")]
 )
 def test_every_backend_reads_what_the_store_reads_back(backend, codebook, center):
     if backend in ("blocks", "triton") and not launch.is_interpreted():

@@ -13,7 +13,7 @@ from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
 B, H, D, TILE = 2, 2, 8, 8
-CENTRED = Recipe(Spec(3, center="prompt_mean"), Spec(3), sinks=2, recent=4)
+CENTRED = Recipe(Spec(3, center="fixed"), Spec(3), sinks=2, recent=4)
 STORES = {  # what is made, and after so many tokens
     "grows": (dict(recipe=CENTRED), 21),
     "empty": (dict(recipe=CENTRED), 0),

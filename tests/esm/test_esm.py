@@ -67,7 +67,6 @@ def code(model):
 
 
 PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0)
-PRE_ROPE = Recipe(Spec(bits=4, center="pre_rope"), Spec(bits=4), sinks=1, recent=4)
 
 
 # --- exactness of the wrapped model
@@ -148,10 +147,9 @@ def test_decode_continues_exactly(model, steps, causal):
     torch.testing.assert_close(torch.cat(out, 1), want[:, prefix:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["exact", "code", "list", "pre_rope"])
+@pytest.mark.parametrize("kind", ["exact", "code", "list"])
 def test_ragged_batches_are_single_sequences(model, code, kind):
-    kinds = {"exact": None, "code": code, "list": [PLAIN, "k4v4"], "pre_rope": PRE_ROPE}
-    use = kinds[kind]
+    use = {"exact": None, "code": code, "list": [PLAIN, "k4v4"]}[kind]
     seqs = proteins(3, 15, 40, seed=5)
     more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
     ids, mask = tokens(seqs)
@@ -376,9 +374,7 @@ def test_a_chunk_sees_itself_in_order(code, kind):
     """Unless it is told to see all of itself; what a chunk took and gave up changes neither."""
     layers, heads, d = code.key.shape
     use = {"exact": None, "code": code, "stores": [PLAIN] * layers}[kind]
-    past = codes.open_past(
-        use, code.key.shape, torch.tensor([0, 2]), None, torch.ones(d // 2), torch.float32
-    )
+    past = codes.open_past(use, code.key.shape, torch.tensor([0, 2]), None, torch.float32)
     x = torch.randn(3, 2, heads, 12, d, generator=torch.Generator().manual_seed(2))
     q, k, v = (t[:, :, :4] for t in x)
     for i in range(layers):
@@ -473,6 +469,9 @@ def test_an_outlier_lies_where_its_sequence_has_it(code):
 
 
 def test_refusals_of_wrappers_and_states(model, code):
+    for bad in (dict(center="pre_rope"), dict(center="fixed"), dict(pair_scale="frame")):
+        with pytest.raises(ValueError, match="'none' or 'auto', as an ESM model has no frame"):
+            TurboEsm(model, ["k4v4", Recipe(Spec(3, **bad))])
     with pytest.raises(ValueError, match="one recipe for each"):
         TurboEsm(model, ["k3v3"])
     with pytest.raises(TypeError, match="EsmModel"):

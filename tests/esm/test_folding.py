@@ -8,7 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from turboquant_nb import Recipe, Spec, preset
+from turboquant_nb import Recipe, Spec
+from turboquant_nb.quant.recipe import as_recipe
 from turboquant_nb.esm import (
     TurboEsm,
     calibrate_esm,
@@ -83,13 +84,8 @@ def test_the_head_of_a_folding_model_reads_its_trunk(model):
 
 
 def test_a_recipe_in_one_pass():
-    recipe = in_one_pass(
-        Recipe(Spec(3, center="pre_rope"), Spec(2, center="prompt_mean"), 4, 16)
-    )
-    none = dict(center="none")
-    assert recipe == Recipe(Spec(3, **none), Spec(2, **none), 0, 0)
-    assert in_one_pass("k3v3").key.bits == preset("k3v3").key.bits
-    assert in_one_pass("k2v2-trellis").key.pair_scale == "none"
+    for recipe in ("k3v3", "k2v2-trellis", Recipe(Spec(3), Spec(2, "haar"), 4, 16)):
+        assert in_one_pass(recipe) == replace(as_recipe(recipe), sinks=0, recent=0)
     with pytest.raises(ValueError):
         in_one_pass("k9v9")
 
@@ -118,7 +114,7 @@ def test_letters_that_are_right():
 def test_what_does_not_fold(model, tmp_path):
     with pytest.raises(TypeError, match="needs an EsmForProteinFolding, got EsmModel"):
         fold(TurboEsm(model.esm), LETTERS)
-    with pytest.raises(ValueError, match="without sinks, recent tokens and centres"):
+    with pytest.raises(ValueError, match="without sinks and recent tokens"):
         fold(TurboEsm(model, "k3v3"), LETTERS)
     with pytest.raises(OSError):
         load_folding(tmp_path / "none")

@@ -13,6 +13,7 @@ from turboquant_nb.quant import quantizer
 from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes
 from turboquant_nb.quant.quantizer import Code, Spec, register_code
 from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb.testing import same
 from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
 
@@ -48,13 +49,10 @@ def test_a_new_code_is_one_class_and_one_line(monkeypatch, tmp_path):
     assert store.nbytes == expected_nbytes(store) and bytes_by_kind(store)["negative"]
 
 
-class HalfOfLast(Centre):
-    "Half of the prompt's last state, padding or not."
+class Half(Centre):
+    "Half of the mean that the model's frame has."
 
-    name = "half of last"
-
-    def fit(self, x, start, skip, rows=None):
-        return x[:, :, -1:].to(torch.bfloat16)
+    name = "half"
 
     def at(self, mean, rows=None):
         return mean.float() / 2
@@ -62,17 +60,15 @@ class HalfOfLast(Centre):
     def query(self, q, mean, rotary=0):
         return Terms(q @ self.at(mean).mT)
 
-    def output(self, out, weight, mean):
-        return out + weight * self.at(mean)
-
 
 def test_a_new_centre_is_one_class_and_one_line(monkeypatch, tmp_path):
-    monkeypatch.delitem(centre.CENTRES, HalfOfLast.name, raising=False)
-    register_centre(HalfOfLast())
-    side = Spec(3, center=HalfOfLast.name)
-    store = lives(Recipe(side, side, sinks=1, recent=4), tmp_path).layers[0].store
-    for name, side in (("key", store.key), ("value", store.value)):
-        assert torch.equal(store.center(name, 0, 3), side.mean.float() / 2) and side.mean.any()
+    monkeypatch.delitem(centre.CENTRES, Half.name, raising=False)
+    register_centre(Half())
+    recipe = Recipe(Spec(3, center=Half.name), Spec(3), sinks=1, recent=4)
+    store = lives(recipe, tmp_path).layers[0].store
+    same(store.center("key", 0, 3), store.key.mean.float() / 2)
+    same(store.key.mean[0, :, 0], store.frame.fixed.bfloat16())
+    assert store.key.mean.any()
 
 
 def test_a_new_transform_is_one_class_and_one_line(monkeypatch, tmp_path):

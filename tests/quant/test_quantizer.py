@@ -160,7 +160,7 @@ def test_blocks_do_not_matter(gen):
 
 
 def test_non_contiguous_expanded_and_mean_forms(gen):
-    q = Quantizer(Spec(bits=3, center="prompt_mean"), 24)
+    q = Quantizer(Spec(bits=3, center="fixed"), 24)
     base = torch.randn(2, 30, 4, 24, generator=gen)
     x, dense = base.transpose(1, 2), base.transpose(1, 2).contiguous()
     same(encode(q, x).codes, encode(q, dense).codes)

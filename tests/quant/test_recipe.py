@@ -5,6 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from tests.helpers import random_frame, random_transform
+from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
 
@@ -20,6 +22,9 @@ from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
         (dict(recent=True), TypeError, "recent"),
         (dict(decay=2.0), TypeError, "decay"),
         (dict(decay=True), TypeError, "decay"),
+        (dict(value=Spec(center="fixed")), ValueError, "center='fixed' is for keys: a frame"),
+        (dict(value=Spec(center="auto")), ValueError, "center='auto' is for keys: a frame"),
+        (dict(value=Spec(pair_scale="frame")), ValueError, "pair_scale='frame' is for keys"),
     ],
 )
 def test_recipe_refuses(kwargs, error, name):
@@ -30,7 +35,7 @@ def test_recipe_refuses(kwargs, error, name):
 def test_recipe_json_round_trip_and_hash():
     for bits, rotation, scale, table, center, dtype in (
         (1, "hadamard", "norm", "uniform", "none", "float32"),
-        (2.5, "haar", "mse", "sphere", "prompt_mean", "bfloat16"),
+        (2.5, "haar", "mse", "sphere", "fixed", "bfloat16"),
         ((4, 1), "identity", "unbiased", "sphere", "pre_rope", "float16"),
     ):
         key = Spec(bits, rotation, 7, scale, table, center, dtype)
@@ -44,7 +49,7 @@ def test_recipe_json_round_trip_and_hash():
 
 
 def test_residual_shorthand():
-    base = Recipe(Spec(4, center="prompt_mean", seed=5), Spec(2), 1, 2)
+    base = Recipe(Spec(4, center="fixed", seed=5), Spec(2), 1, 2)
     for name, key in (
         ("none", {}),
         ("sign", dict(residual="sign")),
@@ -59,7 +64,7 @@ def test_residual_shorthand():
         assert Recipe.from_json(json.dumps(body)) == r
     assert Recipe(Spec(4, residual="sign"), Spec(), residual="none").key.residual == "none"
     assert as_recipe(Recipe(residual="prod"), bits=2).key == Spec(
-        2, center="auto", residual="qjl"
+        2, center="auto", pair_scale="auto", residual="qjl"
     )
     for bad in ("qjl", "", 1, True):
         with pytest.raises(ValueError, match="residual must be one of"):
@@ -100,7 +105,7 @@ def test_presets_and_as_recipe():
             and r.key.codebook
             == r.value.codebook
             == ("trellis" if "trellis" in name else "sphere")
-            and r.key.pair_scale == ("prompt" if "trellis" in name else "none")
+            and r.key.pair_scale == "auto"
             and r.value.pair_scale == "none"
         )
     assert as_recipe() == as_recipe(None) == preset("k3v3") and as_recipe(Recipe()) == Recipe()
@@ -160,3 +165,25 @@ def test_the_json_of_a_recipe_is_sorted_and_says_what_is_missing():
         Recipe.from_json("{}")
     with pytest.raises(ValueError, match="^not a recipe: .*unexpected keyword"):
         Recipe.from_json('{"key": {}, "value": {}, "other": 1}')
+
+
+def test_what_a_frame_settles():
+    """ "auto" becomes the mean before RoPE, else the one after it, and the pair scale, unless a
+    transform of each head does its work; what was chosen stays."""
+    full = random_frame(2, 8, 6)
+    fixed = replace(full, mean=None)
+    auto = Recipe()
+    names = lambda r, frame=None: (r.settled(frame).key.center, r.settled(frame).key.pair_scale)
+    assert names(auto) == names(auto, LayerFrame()) == ("none", "none")
+    assert names(auto, full) == ("pre_rope", "frame")
+    assert names(auto, fixed) == ("fixed", "frame")
+    assert names(auto, replace(fixed, pair=None)) == ("fixed", "none")
+    assert names(auto, LayerFrame(pair=full.pair)) == ("none", "frame")
+    of_heads = replace(auto, key=replace(auto.key, rotation=random_transform(2, 8).name))
+    assert names(of_heads, full) == ("pre_rope", "none")
+    for center in ("none", "fixed", "pre_rope"):
+        for scale in ("none", "frame"):
+            chosen = Recipe(Spec(3, center=center, pair_scale=scale))
+            assert chosen.settled() == chosen.settled(full) == chosen
+            assert chosen.wants_frame == ((center, scale) != ("none", "none"))
+    assert auto.wants_frame and auto.settled(full).value == auto.value

@@ -350,15 +350,15 @@ class CodedPast(Past):
 
 # %% ../../nbs/72_esm_codes.ipynb #3bec6832
 class StorePast(Past):
-    "States in one `KVStore` per layer: any `Recipe`, and the kernels where they can serve."
+    """States in one `KVStore` per layer: any `Recipe` that needs no frame, and the kernels
+    where they can serve."""
 
     def __init__(
-        self, recipes: list, start: Tensor, max_length, heads: int, inv_freq: Tensor, dtype
+        self, recipes: list, start: Tensor, max_length, heads: int, d: int, dtype: torch.dtype
     ):
         super().__init__(len(recipes), start)
-        more = dict(heads=heads, d_key=2 * len(inv_freq), dtype=dtype, device=start.device)
-        more |= dict(max_length=max_length, inv_freq=inv_freq)  # for means before RoPE
-        self.stores = [KVStore(r, len(start), **more) for r in recipes]
+        more = dict(dtype=dtype, device=start.device, max_length=max_length)
+        self.stores = [KVStore(r, len(start), heads, d, **more) for r in recipes]
         if self.ragged:
             for s in self.stores:
                 s.set_range(start=start)
@@ -392,24 +392,22 @@ def open_past(
     shape: tuple,  # (layers, heads, head size)
     start: Tensor,  # [B]
     max_length: int | None,
-    inv_freq: Tensor,  # [d/2] of RoPE
     dtype: torch.dtype,
     captured: bool = False,  # as for `Past`; where `why_not_captured` has nothing to say
 ) -> Past:
     "An empty past of the kind that the code asks for."
-    layers, heads, _ = shape
+    layers, heads, d = shape
     if code is None:
         return Past(layers, start, captured)
     if isinstance(code, TransformCode):
         return CodedPast(code, start, max_length, dtype, captured)
-    return StorePast(code, start, max_length, heads, inv_freq, dtype)
+    return StorePast(code, start, max_length, heads, d, dtype)
 
 
 def planned_nbytes(
     code: TransformCode | list | None,
     shape: tuple,  # (layers, heads, head size)
     tokens: int,  # of one sequence, read at once
-    inv_freq: Tensor,
     dtype: torch.dtype,
 ) -> int | None:
     """Bytes of a past that holds one sequence, from the shape alone. None where the sequence
@@ -419,7 +417,7 @@ def planned_nbytes(
         return 2 * math.prod(shape) * tokens * dtype.itemsize + start.nbytes
     if isinstance(code, TransformCode) and code.recipe.outliers:
         return None
-    return open_past(code, shape, start, tokens, inv_freq.cpu(), dtype).nbytes()
+    return open_past(code, shape, start, tokens, dtype).nbytes()
 
 
 def why_not_captured(code: TransformCode | list | None) -> str:
@@ -437,8 +435,8 @@ def check_recodable(code: TransformCode | list | None) -> None:
     "Raise ValueError for recipes whose codes depend on the order in which tokens come."
     if isinstance(code, list):
         for r in code:
-            if r.sinks or r.recent or {r.key.center, r.value.center} != {"none"}:
-                text = "without sinks, recent tokens and centres"
+            if r.sinks or r.recent:
+                text = "without sinks and recent tokens"
                 raise ValueError(f"a pass on coded states needs recipes {text}, got {r}")
 
 

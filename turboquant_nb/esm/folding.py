@@ -106,13 +106,9 @@ def check_letters(letters: str, name: str = "letters") -> str:
 
 
 def in_one_pass(recipe) -> Recipe:  # a Recipe, or what `as_recipe` takes
-    """A recipe as a single pass can use it: all tokens come at once, so there are no first, no
-    recent ones and no prompt whose mean could be taken away."""
-    recipe = as_recipe(recipe)
-    key, value = (
-        replace(x, center="none", pair_scale="none") for x in (recipe.key, recipe.value)
-    )
-    return replace(recipe, key=key, value=value, sinks=0, recent=0)
+    """A recipe as a single pass can use it: all tokens come at once, so there are no first and
+    no recent ones."""
+    return replace(as_recipe(recipe), sinks=0, recent=0)
 
 
 def fold(turbo: TurboEsm, letters: str) -> Structure:

@@ -25,7 +25,7 @@ from turboquant_nb.esm.codes import (
     recoded,
 )
 from ..quant.layer_info import read_facts
-from ..quant.recipe import as_recipe
+from ..quant.recipe import Recipe, as_recipe
 from .transform import TransformCode, attention_weights
 
 _transformers()  # says which extra installs it
@@ -68,6 +68,17 @@ def fingerprint(base: EsmModel) -> list:  # [layers][8]
     return [x.attention.self.key.weight[0, :8].float().tolist() for x in base.encoder.layer]
 
 
+def _without_frame(recipe) -> Recipe:  # what `as_recipe` takes
+    "The recipe where there is no frame: a `TransformCode` has means and matrices of its own."
+    settled = as_recipe(recipe).settled()
+    if settled.wants_frame:
+        raise ValueError(
+            "center and pair_scale of keys must be 'none' or 'auto', as an ESM model has no "
+            f"frame, got {settled.key.center!r} and {settled.key.pair_scale!r}"
+        )
+    return settled
+
+
 def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Recipe] * layers
     "The code of a model, checked against it."
     layers = shape[0]
@@ -75,12 +86,12 @@ def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Re
         return None
     if not isinstance(code, TransformCode):
         if not isinstance(code, (list, tuple)):
-            return [as_recipe(code)] * layers
+            return [_without_frame(code)] * layers
         if len(code) != layers:
             raise ValueError(
                 f"code must hold one recipe for each of {layers} layers, got {len(code)}"
             )
-        return [as_recipe(r) for r in code]
+        return [_without_frame(r) for r in code]
     if code.key.shape != shape:
         raise ValueError(
             f"code is for layers, heads, head size {code.key.shape}, the model has {shape}"
@@ -177,9 +188,8 @@ class TurboEsm:
         self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False
     ) -> tuple:
         "A past that holds these sequences, and the output of the pass that filled it."
-        inv_freq = self.base.rotary_embeddings.inv_freq
         past = open_past(
-            self.code, self.shape, start, self.max_length, inv_freq, self.base.dtype, captured
+            self.code, self.shape, start, self.max_length, self.base.dtype, captured
         )
 
         def hook(layer, q, k, v, _):
@@ -220,8 +230,7 @@ class TurboEsm:
         nothing is read. None where the sequence decides, by its outlier tokens. ValueError for
         more than max_length."""
         self._check_room(checks.whole(tokens, "tokens", 1))
-        inv_freq = self.base.rotary_embeddings.inv_freq
-        return planned_nbytes(self.code, self.shape, tokens, inv_freq, self.base.dtype)
+        return planned_nbytes(self.code, self.shape, tokens, self.base.dtype)
 
 # %% ../../nbs/73_esm_model.ipynb #7de99272
 @patch
@@ -349,8 +358,7 @@ def replay(
 ) -> EsmOutput:
     """What a prefill of the first prefix[b] tokens and decoding of the others one by one gives,
     in one pass; nothing is kept. Only `layers`, if given, are coded. Rows of padding mean
-    nothing. ValueError for a `Recipe` with sinks, recent tokens or centres: they depend on the
-    order."""
+    nothing. ValueError for a `Recipe` with sinks or recent tokens: they depend on the order."""
     check_recodable(self.code)
     real = _real(ids, mask)
 

@@ -57,7 +57,7 @@ class SideCode:
 
     shape = property(lambda self: tuple(self.bits.shape), doc="Layers, heads, head size.")
     centre = property(
-        lambda self: CENTRES["prompt_mean" if self.inv_freq is None else "pre_rope"],
+        lambda self: CENTRES["fixed" if self.inv_freq is None else "pre_rope"],
         doc="How the mean is taken out, and what a query and a sum get back for it.",
     )
 

@@ -119,7 +119,7 @@ class Centre:
         return out + weight * mean.float()
 
     def refuses(self, use: str) -> str:
-        'Why it cannot serve `use`, which is "values" or "kernels"; empty if it can.'
+        'Why it cannot serve `use`, which is "kernels"; empty if it can.'
         if use == "kernels" and self.kind == "own":
             return f"center={self.name!r} is taken out by PyTorch"
         return ""
