@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.rotation import Transform
@@ -513,6 +514,16 @@ def random_transform(heads, d):
     return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v))
 
 
+def random_frame(heads, d, rotary=0, seed=0):
+    """A layer's frame that says something of every channel: means (the one before RoPE where
+    channels rotate), and a pair scale, alike in both channels of a RoPE pair."""
+    g = torch.Generator().manual_seed(1000 * seed + 10 * heads + d)
+    mean, fixed = 2 * torch.randn(2, heads, d, generator=g)
+    pair, half = (torch.randn(heads, d, generator=g) / 2).exp2(), rotary // 2
+    pair[:, half:rotary] = pair[:, :half]
+    return LayerFrame(mean if rotary else None, fixed, pair)
+
+
 class Shuffle(Transform):
     "Channels in another order, without signs: a transform that the package does not have."
 
@@ -542,8 +553,7 @@ def attended_store(
     vb=3,
     n=1,
     dtype=torch.float32,
-    center="prompt_mean",
-    vcenter="none",
+    center="fixed",
     sinks=4,
     win=16,
     m=0,
@@ -574,7 +584,7 @@ def attended_store(
     )
     recipe = Recipe(
         Spec(bits=kb, center=center, residual=residual, rotation=of_keys, **spec),
-        Spec(bits=vb, center=vcenter, rotation=of_values, **spec),
+        Spec(bits=vb, rotation=of_values, **spec),
         sinks=sinks,
         recent=win,
     )
@@ -585,11 +595,13 @@ def attended_store(
     )
     if rotating:  # channel pairs; the others have frequency 0
         inv_freq[rotating:] = 0
-    fixed = dict(max_length=T + 8, static=True) if static else {}
-    store = KVStore(recipe, B, H, d, dv, dtype, device, tile=tile, inv_freq=inv_freq, **fixed)
+    more = dict(max_length=T + 8, static=True) if static else {}
+    k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
+    mean = k.mean((0, 2))
+    more |= dict(inv_freq=inv_freq, frame=LayerFrame(mean, mean))
+    store = KVStore(recipe, B, H, d, dv, dtype, device, tile=tile, **more)
     if start is not None:
         store.set_range(start=torch.tensor(start))
-    k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
     q = rand(B, n, H * G, d).transpose(1, 2)
     if big:
         v[:, :, T // 2] *= 1000
