@@ -73,12 +73,6 @@ EXPERIMENTS = {
         "--set presets --match k4v4 --protocols decode --layers 2 --windows 2 --length 112 "
         "--prompt 106",
     ),
-    "frames": Entry(
-        "eval.frames",
-        "where the mean of keys and their pair scales may come from",
-        "--arms prompt ids:128 --codes k3v3 --protocols decode --layers 2 --windows 2 "
-        "--length 112 --prompt 106",
-    ),
     "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
     "mutants": Entry(
         "eval.mutation",
@@ -144,6 +138,7 @@ LAST = {
         "shapes": "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
         "archives": "what loaders make of files that were changed on purpose",
     },
+    "c3184f0d": {"frames": "where a frame may come from: a prompt, a text, drawn ids"},
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
 

@@ -10,8 +10,8 @@ embeddings are multiplied by 1 + 1e-6 noise, about what two programs' rounding d
 times: a code that flips at an edge changes later states, and these flip others.
 
 `TurboQuantCache` counts a token among its own recent ones, the engine keeps recent ones beside
-it: `recent` of a row is the engine's, its cache has one more. Means of a calibration, which
-TurboQuantCache does not have, are put in the place of the mean that it takes of a prompt.
+it: `recent` of a row is the engine's, its cache has one more. Both take the means after RoPE
+of the same frames, since cells hold no other.
 
 Gate: an engine whose window is wider than the context gives the model's own log-probabilities
 on exact states."""
@@ -29,10 +29,8 @@ from plan import Plan, must_pass
 from transformers import DynamicCache
 
 from turboquant_nb import TurboQuantCache
-from turboquant_nb.cache import append as cache_append
-from turboquant_nb.kernels import mean as kernel_mean
 from turboquant_nb.calibration.fit import calibrate
-from turboquant_nb.quant.calibration import Calibration, save_calibration
+from turboquant_nb.quant.calibration import save_calibration
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import PRESETS, Recipe
 
@@ -55,6 +53,7 @@ CASES = {
     "codes alone": Case(recent=0, first=0),
     "recent": Case(first=0),
     "recent and first": Case(),
+    "with a frame": Case(means=True),
     "with transforms": Case(True),
     "with transforms and means": Case(True, True),
     "codes alone, in chunks": Case(recent=0, first=0, chunk=CHUNK),
@@ -74,7 +73,8 @@ def generated(a, path, prompts, case):
 
     given = dict(recipe=a.recipe, recent=case.recent, sinks=case.first)
     if case.transforms or case.means:
-        given |= dict(calibration=str(path), means=case.means)
+        file = path / ("calibration" if case.transforms else "frame")
+        given |= dict(calibration=str(file), means=case.means)
     here = (
         dict(dtype="bfloat16", attention_backend="CUSTOM", gpu_memory_utilization=0.3)
         if CUDA
@@ -170,15 +170,15 @@ def shaken(model, seed):
 
 
 def coded_cache(a, model, calibration, case, recent):
-    "A cache with the engine's recipe; a calibration's means stand where it takes a prompt's."
+    "A cache with the engine's recipe."
     k, v = PRESETS[a.recipe]
-    of = Calibration(calibration.transforms, calibration.header) if case.transforms else None
-    center = "prompt_mean" if case.means else "none"
-    recipe = Recipe(Spec(bits=k, center=center), Spec(bits=v), case.first, recent)
-    layers = iter(calibration.centers)
-    mean = lambda store, part, x: next(layers)[None, :, None].to(x.device, torch.bfloat16)
-    cache_append.first_mean = kernel_mean.first_mean = mean  # as the cache holds it
-    return TurboQuantCache(model, recipe, calibration=of, backend="auto" if CUDA else "torch")
+    of = calibration if case.transforms else None
+    center = "fixed" if case.means else "none"
+    scales = "frame" if case.means and not case.transforms else "none"
+    key = Spec(bits=k, center=center, pair_scale=scales)
+    recipe = Recipe(key, Spec(bits=v), case.first, recent)
+    how = dict(frame=calibration, calibration=of, backend="auto" if CUDA else "torch")
+    return TurboQuantCache(model, recipe, **how)
 
 
 def options(p):
@@ -259,10 +259,11 @@ def plan(a):
     w = Windows(a)
     model, prompts = w.model.to(torch.bfloat16) if CUDA else w.model, w.ids[:scored].tolist()
     calibration = calibrate(model, w.ids[scored:])
-    centers = [x.bfloat16().float() for x in calibration.centers]
-    calibration = replace(calibration, centers=centers)  # for both
-    path = Path(tempfile.mkdtemp()) / "calibration.safetensors"
-    save_calibration(calibration, path)
+    rounded = lambda x: replace(x, fixed=x.fixed.bfloat16().float())  # as a cache holds it
+    calibration = replace(calibration, frames=tuple(map(rounded, calibration.frames)))
+    path = Path(tempfile.mkdtemp())
+    save_calibration(calibration, path / "calibration")
+    save_calibration(replace(calibration, transforms=[]), path / "frame")
     off = exactly(model, prompts, generated(a, path, prompts, EXACT))
     cmd = (
         f"an engine that reads all tokens exactly against the model: {off['worst']:.1e} nats "

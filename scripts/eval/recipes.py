@@ -19,20 +19,10 @@ from turboquant_nb.quant.recipe import PRESETS, Recipe, preset
 BOTH, DECODE = ("decode", "stress"), ("decode",)
 
 
-def recipe(k, v, sinks=4, recent=0, center="pre_rope", vmean=False, **both):
-    "A recipe by bits, and the centre of its keys."
-    return Recipe(
-        Spec(bits=k, center=center, **both),
-        Spec(bits=v, center="prompt_mean" if vmean else "none", **both),
-        sinks,
-        recent,
-    )
-
-
-def with_pre_rope(name):
-    """A preset as a model with RoPE gets it: keys coded around a mean before RoPE, and as many
-    recent tokens as it ships with."""
-    return preset(name).settled(rope=True)
+def recipe(k, v, sinks=4, recent=0, center="pre_rope", pair_scale="none", **both):
+    "A recipe by bits, and what its keys take of the frame."
+    key = Spec(bits=k, center=center, pair_scale=pair_scale, **both)
+    return Recipe(key, Spec(bits=v, **both), sinks, recent)
 
 
 def ablation():
@@ -46,7 +36,8 @@ def ablation():
         yield f"{b} bits, turning centre, window 16", recipe(b, b, 0, 16), BOTH
         for s in (1, 4, 8):
             yield f"{b} bits, {s} sinks, turning centre, window 16", recipe(b, b, s, 16), BOTH
-        yield f"{b} bits, {best}, V mean, window 16", recipe(b, b, 4, 16, vmean=True), BOTH
+        pairs = recipe(b, b, 4, 16, pair_scale="frame")
+        yield f"{b} bits, {best}, pair scales, window 16", pairs, BOTH
         for w in (0, 4, 8, 32, 64, 128):
             yield f"{b} bits, {best}, window {w}", recipe(b, b, 4, w), DECODE
     for word, field, value in (
@@ -65,7 +56,7 @@ def ablation():
 def trellis():
     "Presets with tables, and with a trellis code in place of both."
     for name in ("k2v2", "k3v3"):
-        table = with_pre_rope(name)
+        table = preset(name)
         yield name, table, BOTH
         sides = {s: replace(getattr(table, s), codebook="trellis") for s in ("key", "value")}
         yield f"{name} trellis", replace(table, **sides), BOTH
@@ -74,7 +65,7 @@ def trellis():
 SETS = {  # of (name, recipe or other, protocols)
     "ablation": ablation,
     "trellis": trellis,
-    "presets": lambda: ((p, with_pre_rope(p), BOTH) for p in PRESETS),
+    "presets": lambda: ((p, preset(p), BOTH) for p in PRESETS),
     "others": lambda: ((x, x, BOTH) for x in OTHERS),
 }
 

@@ -46,7 +46,7 @@ RECIPES = [
     "k2v2",
     Recipe(Spec(bits=4, residual="qjl"), Spec(bits=2.5), 1, 5),
     "k3v3",
-    Recipe(Spec(bits=3, center="prompt_mean"), Spec(bits=1, scale_dtype="float32"), 0, 0),
+    Recipe(Spec(bits=3, center="none"), Spec(bits=1, scale_dtype="float32"), 0, 0),
 ]
 
 

@@ -4,12 +4,15 @@ refused; a stub stands where vLLM would be started."""
 import json
 import os
 import shlex
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from transformers import Gemma2Config, LlamaConfig, Qwen3NextConfig
 
 from turboquant_nb.cli import serve
+from turboquant_nb.quant.calibration import load_calibration
 from turboquant_nb.quant.layer_info import LayerInfo
 from turboquant_nb.quant.recipe import preset
 from turboquant_nb.serving.step import ServingConfig
@@ -142,15 +145,25 @@ def test_what_a_person_is_told_and_vllm_gets(call, vllm, tmp_path):
     assert err == (
         f"turboquant: {model} on vLLM 0.26.0: 25,600 bytes a token, 5.12 times as many tokens "
         "as 16-bit states; 16 recent tokens and 4 first ones exact, 9.8 MB for each request "
-        "that decodes, 1,684.3 MB while a chunk of a prompt is read; keys are coded without a "
-        "mean: --calibration gives one\n"
+        "that decodes, 1,684.3 MB while a chunk of a prompt is read\n"
     )
     line = shlex.split(out)
-    program, told = str(tmp_path / "bin" / "vllm"), '{"turboquant_nb": {"recipe": "k3v3"}}'
+    program, told = str(tmp_path / "bin" / "vllm"), {"recipe": "k3v3"}
     more = ["--port", "8001", "--max-model-len", "32768"]
-    assert line == [program, "serve", model, "--additional-config", told, *more]
+    words = lambda told: [
+        program,
+        "serve",
+        model,
+        "--additional-config",
+        json.dumps({"turboquant_nb": told}),
+        *more,
+    ]
+    file = json.loads(line[4])["turboquant_nb"]["calibration"]
+    assert file.endswith("-served.safetensors") and not Path(file).exists()
+    assert line == words(told | {"calibration": file})
+    # without weights there is no frame, and keys that need no mean are served without
     code, out, err = call(f"serve {model} --quiet -- --port 8001 --max-model-len 32768")
-    assert (code, out, err) == (0, "", "") and vllm == [(program, line)]
+    assert (code, out, err) == (0, "", "") and vllm == [(program, words(told))]
     found = json.loads(call(f"serve {model} --dry-run --json")[1])
     assert found["command"] == line[:5] and found["vllm"] == "0.26.0"
     assert found["bytes_per_token"] == 25_600
@@ -161,9 +174,9 @@ def test_exact_tokens_are_those_of_the_recipe_or_asked_for(call, vllm, tmp_path)
     whole = call(f"serve {model} --dry-run", "--recipe", preset("k3v3").to_json())
     assert whole[2] == call(f"serve {model} --dry-run")[2]
     code, out, err = call(f"serve {model} --recent 0 --dry-run")
-    assert code == 0 and few in err and '{"recipe": "k3v3", "recent": 0}' in out
+    assert code == 0 and few in err and '{"recipe": "k3v3", "recent": 0, "cal' in out
     code, out, err = call(f"serve {model} --recent 8 --sinks 0 --dry-run")
-    assert "; 8 recent tokens exact, " in err and '"recent": 8, "sinks": 0}' in out
+    assert "; 8 recent tokens exact, " in err and '"recent": 8, "sinks": 0, "cal' in out
     code, out, err = call(f"serve {tmp_path / 'slides'} --dry-run")
     assert code == 0 and "; 16 recent tokens and 4 first ones exact" in err, err
     assert out.count('"recent"') == 0
@@ -223,3 +236,28 @@ def test_a_gpu_says_what_it_holds(call, vllm, tmp_path, monkeypatch):
     assert found["most_tokens"] == size["most_tokens"]
     gpu.major, gpu.minor = 7, 5
     refused(call(f"serve {model}"), "card has compute capability 7.5; serving needs", code=1)
+
+
+def test_the_frame_is_found_before_vllm_starts(call, vllm, plain, tmp_path, monkeypatch):
+    """Once for these weights; a model whose keys need one is refused where it cannot be made,
+    and other weights get another."""
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path / "cache"))
+    told = lambda: json.loads(vllm[-1][1][4])["turboquant_nb"]["calibration"]
+    code, out, err = call(f"serve {plain}")
+    assert code == 0 and "reading a page of text" in err, err
+    frame, first = load_calibration(told()), told()
+    assert len(frame.frames) == 2 and frame.frames[0].pair is not None
+    assert frame.header["text"] == "the text that ships with the package"
+    run = lambda *_, **__: pytest.fail("the frame was made again")
+    with monkeypatch.context() as m:
+        m.setattr(serve.subprocess, "run", run)
+        assert call(f"serve {plain}")[0] == 0 and told() == first
+    copy = tmp_path / "copy"
+    shutil.copytree(plain, copy)
+    assert call(f"serve {copy}")[0] == 0 and told() != first
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (copy / "config.json").write_text(json.dumps(config))
+    refused(
+        call(f"serve {copy} --quiet"), "qwen2, whose keys lie far from 0, without the frames"
+    )

@@ -638,13 +638,13 @@ class Asked:
         """The recipe, or one per layer, as this model, or one of this configuration, gets it.
         Raises Usage for one, or a calibration, that does not fit."""
         file, budget = self.calibrated.calibration, self.calibrated.budget
-        if not file:
-            with at_fault(ValueError, where="recipe: "):
-                return hf.TurboQuantCache(model, self.recipe).recipe
-        with at_fault(FileNotFoundError, ValueError, where=f"--calibration {file}: "):
-            return hf.TurboQuantCache(
-                model, self.recipe, calibration=file, budget=budget
-            ).recipes
+        how = dict(calibration=file, budget=budget) if file else {}
+        where = f"--calibration {file}: " if file else "recipe: "
+        with at_fault(FileNotFoundError, ValueError, where=where):
+            if not isinstance(model, torch.nn.Module):  # of which no frame can be found
+                return hf.plan_layers(hf.ModelInfo(model), self.recipe, **how)
+            cache = hf.TurboQuantCache(model, self.recipe, **how)
+            return cache.recipes if file else cache.recipe
 
 
 def asked_caches(

@@ -104,18 +104,20 @@ def _check_settings(max_length, backend, static, attention) -> None:
 def _frame_for(info, recipes, model, frame, calibration, tokenizer) -> Calibration | None:
     """The frame that the keys of these recipes are coded in; None where they want none. Raises
     ValueError where there is none, and for another model's."""
+    given = None if frame is None else load_calibration(frame)
+    if given is not None:
+        given.check(info.config)
+        if not given.frames:
+            raise ValueError("frame must hold frames, got a calibration without any")
     if not any(r.wants_frame for r in recipes):
         return None
-    for given in (frame, calibration):
-        found = None if given is None else load_calibration(given)
-        if found is not None and found.frames:
-            found.check(info.config)
-            if len(found.frames) != len(recipes):
-                got = f"{len(found.frames)} layers, the model {len(recipes)} with keys"
-                raise ValueError(f"the frame has {got}")
-            return found
-        if found is not None and given is frame:
-            raise ValueError("frame must hold frames, got a calibration without any")
+    if given is None and calibration is not None:
+        given = load_calibration(calibration)  # which `plan_layers` has checked
+    if given is not None and given.frames:
+        if len(given.frames) != len(recipes):
+            got = f"{len(given.frames)} layers, the model {len(recipes)} with keys"
+            raise ValueError(f"the frame has {got}")
+        return given
     if model is None:
         raise ValueError(
             "a config alone has no frame, which this recipe's keys are coded in: give the "

@@ -195,6 +195,7 @@ def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
 def __deepcopy__(self: TurboQuantCache, memo):
     "A copy with tokens of its own; what belongs to the model stays shared."
     shared = [self.config, self.info, *(x.info for x in self.coded_layers)]
+    shared += [x for x in (self.frame, *(x.frame for x in self.coded_layers)) if x is not None]
     for layer in self.coded_layers:
         if layer.is_initialized and layer.inv_freq is not None:
             shared.append(layer.store.rope_table)

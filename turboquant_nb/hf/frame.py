@@ -19,6 +19,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import hashlib
+import math
 import os
 
 import torch
@@ -27,7 +28,8 @@ from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 from ..files import cache_dir, private_folder
-from .hooks import Ask, hooked
+from .hooks import Ask, Attend, attention_name, hooked
+from .layer import NAME
 from .model_info import ModelInfo, adapters_of, weights_of
 from turboquant_nb.quant.calibration import (
     Calibration,
@@ -44,6 +46,8 @@ from ..theory.transforms import pair_scales
 # %% ../../nbs/50g_frame.ipynb #50a00008
 WINDOW = 512  # tokens of a piece of text
 SKIP = 4  # first tokens of a window that do not count: sinks
+# what a frame can be of, as its header and `Report` say it
+TEXT, DRAWN = "the text that ships with the package", "ids drawn by Zipf's law"
 
 
 def frame_texts() -> list:
@@ -55,25 +59,52 @@ def frame_texts() -> list:
 _TOKENIZERS = WeakKeyDictionary()  # model -> tokenizer
 
 
+def _itself(model):
+    "What torch.compile wraps."
+    return getattr(model, "_orig_mod", model)
+
+
 def remember_tokenizer(model: nn.Module, tokenizer) -> None:
     "Say what a model reads with, where its `name_or_path` does not."
-    _TOKENIZERS[model] = tokenizer
+    _TOKENIZERS[_itself(model)] = tokenizer
 
 
 def _tokenizer_of(model):
     "What the model reads with, if it lies on this machine; else None. Asks no network."
-    name = getattr(model.config, "name_or_path", "")
-    if model in _TOKENIZERS or not name:
-        return _TOKENIZERS.get(model)
+    name, said = getattr(model.config, "name_or_path", ""), _TOKENIZERS.get(_itself(model))
+    if said is not None or not name:
+        return said
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=True)
     except Exception:  # each library of tokenizers has errors of its own
         return None
 
 
+def _embeddings(model) -> Tensor | None:
+    "The table of embeddings; None where the model does not say which it is."
+    with suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings().weight
+    return None
+
+
+def _must_be_given(model, why: str) -> str:
+    "What is said of a model whose frame cannot be found."
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    return f"{kind} could not read token ids to find its frame, so frame= must give one: {why}"
+
+
 def _vocabulary(model) -> int:
-    "Rows of the table of embeddings."
-    return model.get_input_embeddings().weight.shape[0]
+    "How many ids there are. Raises ValueError where nothing says it."
+    table = _embeddings(model)
+    found = getattr(model.config, "vocab_size", None) if table is None else table.shape[0]
+    if not isinstance(found, int):
+        raise ValueError(_must_be_given(model, "it has no table of embeddings"))
+    return found
+
+
+def _length(model, asked: int | None) -> int:
+    "Tokens of a window: those that are asked for, as far as the model reads."
+    return min(asked or WINDOW, longest_context(model.config) or math.inf)
 
 
 def text_ids(
@@ -84,13 +115,12 @@ def text_ids(
 ) -> Tensor:  # [windows, tokens]
     """The beginning of each text, in windows of one length. Raises ValueError for texts without
     words, and for a tokenizer of another model."""
-    texts, most = frame_texts() if texts is None else texts, longest_context(model.config)
-    length = min(length or WINDOW, most or WINDOW)
+    texts, length = frame_texts() if texts is None else texts, _length(model, length)
     rows = [tokenizer(x, truncation=False).input_ids[:length] for x in texts]
     least = min(map(len, rows), default=0)
     if least < SKIP + 2:
         raise ValueError(f"each text must have at least {SKIP + 2} tokens, got {least}")
-    ids = torch.tensor([row[:least] for row in rows])
+    ids = torch.tensor([row[:least] for row in rows], device="cpu")
     if (top := int(ids.max())) >= (have := _vocabulary(model)):
         raise ValueError(
             f"the tokenizer is of another model: it gives id {top}, and the model has {have}"
@@ -100,10 +130,9 @@ def text_ids(
 
 def drawn_ids(model, length: int | None = None) -> Tensor:  # [4, tokens]
     "Ids by Zipf's law over the vocabulary's order, the same in each call."
-    most, generator = longest_context(model.config), torch.Generator().manual_seed(0)
-    length = min(length or WINDOW, most or WINDOW)
-    weight = 1 / torch.arange(1, _vocabulary(model) + 1, dtype=torch.float64)
-    return torch.multinomial(weight, 4 * length, True, generator=generator).view(4, length)
+    length, generator = _length(model, length), torch.Generator("cpu").manual_seed(0)
+    rank = torch.arange(1, _vocabulary(model) + 1, dtype=torch.float64, device="cpu")
+    return torch.multinomial(1 / rank, 4 * length, True, generator=generator).view(4, length)
 
 # %% ../../nbs/50g_frame.ipynb #50a0000a
 @dataclass
@@ -208,7 +237,7 @@ def check_ids(ids, skip: int, batch: int = 1) -> None:
 
 
 def _read(model, ids: Tensor, sums: _Sums) -> None:
-    "One pass of the model's decoder over the windows."
+    "One pass of the model's decoder over the windows, by an attention of transformers' own."
     decoder, cache = model.get_decoder(), DynamicCache(config=sums.info.config)
     update, coded = cache.update, {x.index for x in sums.info.coded if not x.latent}
 
@@ -219,14 +248,20 @@ def _read(model, ids: Tensor, sums: _Sums) -> None:
         return update(k, v, layer, *args, **kwargs)
 
     cache.update = keep
-    device = model.get_input_embeddings().weight.device  # weights streamed in are "meta"
+    table = _embeddings(model)
+    device = model.device if table is None else table.device
+    # weights streamed in are "meta"
     ids = ids.to(ids.device if device.type == "meta" else device, torch.long)
-    asks = [
+    hooks = [
         Ask(m, sums.asks)
         for m in decoder.modules()
         if type(getattr(m, "layer_idx", None)) is int and m.layer_idx < len(sums.info.layers)
     ]
-    with hooked(*asks), _at_rest(model), _patience(model, ids.numel()):
+    if attention_name(sums.info.config) == NAME:  # which reads a `TurboQuantCache` alone
+        soft = any(x.softcap is not None for x in sums.info.layers)
+        fused = getattr(decoder, "_supports_sdpa", False) and not soft
+        hooks.append(Attend(decoder, "sdpa" if fused else "eager"))
+    with hooked(*hooks), _at_rest(model), _patience(model, ids.numel()):
         decoder(input_ids=ids, past_key_values=cache, use_cache=True)
 
 
@@ -248,68 +283,68 @@ def find_frame(
     sums = _Sums(info, skip)
     try:
         _read(model, ids, sums)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{info.config.model_type} could not read token ids to find its frame, so frame= "
-            f"must give one: {type(error).__name__}: {error}"
-        ) from error
-    lost = [x.index for x in info.coded if not x.latent and x.index not in sums.found]
-    if lost:
-        raise ValueError(f"layers {lost} of {info.config.model_type} gave the cache no keys")
-    frames = [LayerFrame() if x.latent else sums.frame(x.index) for x in info.coded]
+        lost = [x.index for x in info.coded if not x.latent and x.index not in sums.found]
+        if lost:
+            raise ValueError(f"layers {lost} gave the cache no keys")
+        frames = [LayerFrame() if x.latent else sums.frame(x.index) for x in info.coded]
+    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(_must_be_given(model, why)) from error
     more = {"tokens": len(ids) * (ids.shape[1] - skip), "gain": [], "text": said}
     return Calibration([], provenance(model, ids, skip) | more, tuple(frames))
 
 
-TEXT, DRAWN = "the text that ships with the package", "ids drawn by Zipf's law"
 
 # %% ../../nbs/50g_frame.ipynb #50a0000c
 _KEPT, _ONE = WeakKeyDictionary(), threading.RLock()  # model -> {adapters: frame}; one finds
 
 
-def _file_of(model, said: str) -> Path:
-    "Where the frame of these weights is kept."
+def _file_of(digest: str, said: str) -> Path:
+    "Where the frame of weights with this digest is kept. Raises OSError as `cache_dir`."
     kind = "text" if said == TEXT else "drawn"
-    return cache_dir() / "frames" / f"{weights_of(model)['digest']}-{kind}.safetensors"
+    return cache_dir() / "frames" / f"{digest}-{kind}.safetensors"
 
 
-def _load_kept(model, said: str) -> Calibration | None:
+def _load_kept(model, digest: str, said: str) -> Calibration | None:
     "What was kept on disk, if it is whole and this model's."
     with suppress(OSError, ValueError):
-        found = load_calibration(_file_of(model, said))
+        found = load_calibration(_file_of(digest, said))
         found.check(model.config)
-        return found
+        whole = len(found.frames) == len(ModelInfo(model).coded)
+        return found if whole and found.header.get("text") == said else None
     return None
 
 
-def _keep(model, frame: Calibration) -> None:
-    "Write it, where that is possible."
-    with suppress(OSError):
-        path = _file_of(model, frame.header["text"])
-        private_folder(path.parent)
-        save_calibration(frame, path)
+def _found_or_kept(model, tokenizer) -> Calibration:
+    "What lies on disk, of the text if it can be; else what is found now, which is kept there."
+    digest = weights_of(model)["digest"]
+    found = _load_kept(model, digest, TEXT)
+    if found is None:
+        tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
+        found = None if tokenizer is not None else _load_kept(model, digest, DRAWN)
+    if found is None:
+        found = find_frame(model, tokenizer=tokenizer)
+        with suppress(OSError):
+            path = _file_of(digest, found.header["text"])
+            private_folder(path.parent)
+            save_calibration(found, path)
+    return found
 
 
 def frame_of(model, tokenizer=None) -> Calibration:
     """The frame of a model, found once: kept with the model and on disk. Raises ValueError as
     `find_frame`. Warns where no tokenizer is at hand."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = _itself(model)
+    tokenizer = _TOKENIZERS.get(model) if tokenizer is None else tokenizer
     with _ONE:
         kept, adapters = _KEPT.setdefault(model, {}), tuple(adapters_of(model))
         found = kept.get(adapters)
         if found is None or (tokenizer is not None and found.header["text"] != TEXT):
-            found = None if (x := _load_kept(model, TEXT)) is None else x
-            if found is None:
-                tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
-                found = None if tokenizer is not None else _load_kept(model, DRAWN)
-            if found is None:
-                found = find_frame(model, tokenizer=tokenizer)
-                _keep(model, found)
-            kept[adapters] = found
+            found = kept[adapters] = _found_or_kept(model, tokenizer)
             if found.header["text"] == DRAWN:
                 warnings.warn(
                     "no tokenizer lies beside the model, so its frame is of drawn ids, by "
                     "which two bits lose more: give TurboQuantCache tokenizer=, or frame=",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
         return found

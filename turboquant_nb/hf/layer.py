@@ -326,10 +326,11 @@ class TurboQuantLayer(CacheLayerMixin):
         "Keys [B, H, n, d] times the pair scale, rounded to their dtype, as the store has them."
         if self.is_initialized:
             return self.store.key.into_frame(keys)
-        pair = self.frame.pair.to(keys.device, torch.bfloat16)[:, None]
-        if keys.ndim != 4 or keys.shape[1] != len(pair) or keys.shape[3] != pair.shape[2]:
+        pair = None if self.frame is None else self.frame.pair
+        fits = pair is not None and keys.ndim == 4
+        if not fits or pair.shape != (keys.shape[1], keys.shape[3]):
             return keys  # the store refuses them
-        return (keys * pair).to(keys.dtype)
+        return (keys * pair.to(keys.device, torch.bfloat16)[:, None]).to(keys.dtype)
 
     def _append_with_drafts(self, states: tuple, drafts: int, unseen=None):
         "Code a prompt, then the drafts behind it, which may be cropped."

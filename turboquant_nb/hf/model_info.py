@@ -480,7 +480,7 @@ def weights_of(
     name = getattr(model.config, "name_or_path", "") or model.config.model_type
     return dict(
         model=" with adapter ".join([name, *adapters]),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(getattr(model, "dtype", "")).removeprefix("torch."),
         digest=digest.hexdigest()[:16],
     )
 

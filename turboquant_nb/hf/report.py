@@ -9,6 +9,7 @@ __all__ = ['Report', 'report_of']
 from collections import Counter
 
 from ..cache.store import bytes_by_kind, tables_of
+from .frame import DRAWN, TEXT
 from .model_info import _recipes_to_json
 
 # %% ../../nbs/50d_report.ipynb #008dd632
@@ -19,7 +20,8 @@ class Report(dict):
     by block), dense (the past was decoded for another attention; why, and the cure, stand in
     "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
     in "graphs" instead. "backends"
-    names what attended on codes, "reasons" says why not a kernel; "coded" what coded."""
+    names what attended on codes, "reasons" says why not a kernel; "coded" what coded. "frame"
+    is where the frame of its keys came from: of which text, "given", or "none"."""
 
     def __str__(self):
         r = self
@@ -84,6 +86,14 @@ def _captured_by(layers: list) -> dict:
     return {what: sorted(answers) for what, answers in out.items()}
 
 
+def _came_from(frame) -> str:
+    "How a cache has got the `Calibration` that holds its frame."
+    if frame is None:
+        return "none"
+    of = frame.header.get("text")
+    return of if of in (TEXT, DRAWN) else "given"
+
+
 def report_of(
     cache,  # a TurboQuantCache
 ) -> Report:
@@ -130,5 +140,6 @@ def report_of(
         coded=count("coded"),
         captured_by=_captured_by(layers),
         graphs=cache.runner.report(),
+        frame=_came_from(cache.frame),
         recipe=_recipes_to_json(cache.recipes),
     )
