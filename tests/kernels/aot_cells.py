@@ -93,7 +93,7 @@ def fragments(
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     where = places(c, "key"), places(c, "value")
     form = cell_attention._cell_form(c, rows, *where, chains(c, codebook))
-    flags = "HAS_START HAS_END MEAN_V BIASED FUSED".split()
+    flags = "HAS_START HAS_END BIASED FUSED".split()
     constants = dict.fromkeys(flags, False) | dict(
         HAS_LENGTH=True,
         PAGED=True,
@@ -106,7 +106,7 @@ def fragments(
         PDL=True,
         G=form,
     )
-    types = TYPES | dict(MK="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32", MV="*i32")
+    types = TYPES | dict(MK="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32")
     types |= dict(START="*i32", END="*i32", each_length="constexpr", bias_stride="i32")
     constants |= dict(each_length=1)
     fn = decode_mma._decode_kernel
@@ -145,7 +145,6 @@ def portable(c, sliding=False, capped=False, listed=True, codebook=None):
         SLIDING=sliding,
         CAPPED=capped,
         LISTED=listed,
-        MV=None,
     )
     constants |= windows(c, codebook)
     given = "PAGES page_stride block_stride head_stride WORK requests".split()

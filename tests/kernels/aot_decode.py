@@ -25,7 +25,6 @@ TYPES = dict(
     RK_="*fp32",
     RV_="*fp32",
     MK="*bf16",
-    MV="*bf16",
     KS="*fp16",
     VS="*fp16",
     TABLE="*i32",
@@ -113,7 +112,6 @@ def build(
         FAST_K=not per_head and d in (64, 128, 256),
         FAST=d in (64, 128, 256),
         MEAN_K=not biased and not fused,
-        MEAN_V=False,
         BIASED=biased,
         FUSED=fused > 0,
         SLIDING=sliding,
@@ -159,7 +157,7 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
     chains = chains_of(codebook, d, bits) if codebook else ((), ())
     types = (
         TYPES
-        | dict.fromkeys(("SHIFT", "MV", "TABLE"), "*fp32")
+        | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
         | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
     )
     padded = 1 << (d - 1).bit_length()

@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.kernels import encode, encode_launch, encode_short
-from turboquant_nb.kernels import mean as kernel_mean
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
@@ -39,8 +38,14 @@ def compiled(f, constants, dtype, capability, options):
     plain = f is encode._encode_kernel and not constants["KC"].ROPE
     of_side = dict.fromkeys(("X", "SINKS", "RING"), NAMES[dtype])
     of_side |= dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(W="*bf16", TAB="*fp32")
-    of_side |= dict(MEAN="*fp32" if plain else "*bf16", SCALE="*fp16", factor="fp32")
-    types = dict(START="*i64", COS_SIN="*fp16", POSITION="*i32", FLAG="*i32")
+    of_side |= dict(SCALE="*fp16", factor="fp32")
+    types = dict(
+        MEAN="*fp32" if plain else "*bf16",
+        START="*i64",
+        COS_SIN="*fp16",
+        POSITION="*i32",
+        FLAG="*i32",
+    )
     types |= {side + name: x for side in "KVkv" for name, x in of_side.items()}
     strides = [side + name for side in "kv" for name in ("sb", "sh", "sn")]
     return aot_decode.compiled(f, constants, capability, types, strides=strides, **options)
@@ -84,24 +89,9 @@ def build(
     return compiled(encode_short._short_kernel, shared | more, dtype, capability, options)
 
 
-def mean(capability=90, d=128):
-    "The kernel that makes a mean of sums."
-    log = (d - 1).bit_length()
-    constants = dict(D=d, DP=1 << log, LOG_DP=log, T=kernel_mean.LANES)
-    constants["LOG"] = kernel_mean.LANES.bit_length() - 1
-    types = dict(SUMS="*fp32", START="*i64", MEAN="*fp32")
-    options = dict(num_warps=4 if d <= 256 else 8, enable_fp_fusion=False)
-    return aot_decode.compiled(
-        kernel_mean._mean_kernel, constants, capability, types, **options
-    )
-
-
 if __name__ == "__main__":
     for text in sys.argv[1:]:
         case = json.loads(text)
-        if "mean" in case:
-            print(json.dumps(case | aot_decode.usage(mean(d=case["mean"]), 90)), flush=True)
-            continue
         built = case | ({"dtype": getattr(torch, case["dtype"])} if "dtype" in case else {})
         made = build(**built)
         used = aot_decode.usage(made, case.get("capability", 90))

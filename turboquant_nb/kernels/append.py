@@ -103,12 +103,12 @@ def _plan_of_sides(sides, cos_sin) -> _AppendPlan:
 def _code_long(sides, start, position, flags, cos_sin, max_length):
     "A long append where the device counts."
     plan, tensors = _plan_of_sides(sides, cos_sin), [list(s.t.values()) for s in sides]
-    states, means = [s.x for s in sides], [s.mean for s in sides]
     numbers, place = (
         (start, cos_sin, position, flags),
         Place(0, limit=max_length, on_device=True),
     )
-    plan.launch_long(states, tensors, (0, 0), means, numbers, place)
+    states = [s.x for s in sides]
+    plan.launch_long(states, tensors, (0, 0), sides[0].mean, numbers, place)
 
 # %% ../../nbs/40f_fused_append.ipynb #e6c43390
 def _append_at(*operands):

@@ -547,7 +547,6 @@ def _launch_portable(call: CellCall, way: Way, cut: _Cut, named: dict, early: bo
     _portable_kernel[(cut.programs,)](
         ROTATED=rotated,
         SHIFT=shift.contiguous(),
-        MV=None,
         TABLE=plan.tables.levels,
         R=R,
         BR=min(4 * R, 64 if is_interpreted() else 16),
@@ -566,7 +565,7 @@ def _launch_fragments(call: CellCall, way: Way, cut: _Cut, named: dict, early: b
     plan, left = call.plan, named["PARTS"]
     fast_k, absent = named["FAST"] and plan.tables.hadamard[0], plan.tables.packed_lut
     arguments = cell_arguments(call, named)
-    arguments |= dict.fromkeys(("NEAR", "FAR", "MV"), absent)
+    arguments |= dict.fromkeys(("NEAR", "FAR"), absent)
     _decode_kernel[(cut.programs,)](
         ROTATED=left if fast_k else _rotated(call, cut.blocks * way.rows, named, 1.0)[1],
         RK_=plan.key.rotation.query_matrix,
@@ -579,7 +578,6 @@ def _launch_fragments(call: CellCall, way: Way, cut: _Cut, named: dict, early: b
         early=int(early and cut.known and named["OWN"] and fast_k),
         FAST_K=fast_k,
         MEAN_K=plan.center is not None,
-        MEAN_V=False,
         FUSED=False,
         PDL=way.pdl,
         G=_cell_form(plan.cell, way.rows, *plan.offsets, plan.tables.chains),

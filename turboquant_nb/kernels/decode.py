@@ -273,7 +273,6 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
 def _portable_kernel(
     ROTATED,
     SHIFT,
-    MV,
     K0,
     K1,
     K2,
@@ -382,8 +381,6 @@ def _portable_kernel(
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
     out = acc / some[:, None]
-    if MV is not None:
-        out += tl.load(MV + bh * DV + dv, mask=dv < DV, other=0.0)[None, :]
     place = pid.to(tl.int64) * Q + tl.arange(0, Q)
     mask = (dv < DV)[None, :] & (place >= 0)[:, None]
     tl.store(O + place[:, None] * DV + dv[None, :], out, mask=mask)

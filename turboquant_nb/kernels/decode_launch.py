@@ -36,7 +36,6 @@ class DecodeOperands(NamedTuple):
     key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
     value_rotation: Tensor  # [d_value, d_value] fp32
     key_mean: Tensor | None  # [B, H, 1, d]
-    value_mean: Tensor | None
     key_sinks: Tensor  # [B, H, sinks, d] exact
     key_recent: Tensor  # [B, H, recent, d], a ring
     value_sinks: Tensor
@@ -231,7 +230,6 @@ def store_operands(
         key_rotation=key.rotation.query_matrix,
         value_rotation=value.rotation.matrix,
         key_mean=kt.get("mean"),
-        value_mean=vt.get("mean"),
         key_sinks=kt["sinks"],
         key_recent=kt["recent"],
         value_sinks=vt["sinks"],
@@ -513,14 +511,12 @@ def portable_attention(
     plain = plain_queries(q, s.heads, rows, x.scaling)
     centred = x.key_mean is not None and bias is None  # every score of a row gets the same
     shift = rotate(plain, x.key_mean.float().mT) if centred else plain[..., 0] * 0
-    mean = q.new_zeros(s.batch, s.heads, 1, s.dv) if x.value_mean is None else x.value_mean
     named = (
         shared
         | plane_arguments(x, s)
         | dict(
             ROTATED=rotate(plain, x.key_rotation.mT),
             SHIFT=shift.contiguous(),
-            MV=rotate(mean, x.value_rotation.T),
             KSCALE=x.key_scale,
             VSCALE=x.value_scale,
             TABLE=x.levels,

@@ -22,7 +22,6 @@ from turboquant_nb.kernels.decode_launch import (
     combine,
     padded_size,
     plane_arguments,
-    rotate,
     selector_bits,
     shared_arguments,
 )
@@ -1100,18 +1099,15 @@ def _softmax_step(
 def _finish(
     ACC,
     R,
-    MV,
     O,
     out_row,
-    bh,
     total,
     v_step,
     SH: gl.constexpr,
     FAST: gl.constexpr,
-    MEAN: gl.constexpr,
     G: gl.constexpr,
 ):
-    "The sums of a split, divided, un-rotated where FAST, with the mean of the values, to O."
+    "The sums of a split, divided, un-rotated where FAST, to O."
     Q: gl.constexpr = G.Q
     HV: gl.constexpr = G.HV
     DV: gl.constexpr = G.DV
@@ -1129,8 +1125,6 @@ def _finish(
         q = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVA))
         d = _channel(d, G)
         o = o * (gl.load(R + d) * v_step)[:, None]
-        if MEAN:
-            o += gl.load(MV + bh.to(gl.int64) * DV + d).to(gl.float32)[:, None]
         gl.store(O + (out_row + q[None, :]) * DV + d[:, None], o)
     else:
         pos = gl.arange(0, 2 * HV, layout=gl.SliceLayout(1, G.LVB))
@@ -1139,11 +1133,6 @@ def _finish(
         real = gl.where(pos < HV, pos < DV // 2, channel < DV)
         channel = _channel(channel, G)
         o = o * v_step
-        if MEAN:
-            mean = gl.load(MV + bh.to(gl.int64) * DV + channel, mask=real, other=0.0).to(
-                gl.float32
-            )  # rotated here
-            o += mean[:, None]
         gl.store(
             O + (out_row + q[None, :]) * DV + channel[:, None],
             o,
@@ -1263,7 +1252,6 @@ def _decode_kernel(
     RK_,
     RV_,
     MK,
-    MV,
     K0,
     K1,
     K2,
@@ -1317,7 +1305,6 @@ def _decode_kernel(
     FAST_K: gl.constexpr,
     FAST: gl.constexpr,
     MEAN_K: gl.constexpr,
-    MEAN_V: gl.constexpr,
     BIASED: gl.constexpr,
     FUSED: gl.constexpr,
     SLIDING: gl.constexpr,
@@ -1557,7 +1544,7 @@ def _decode_kernel(
         LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf"))
     )  # NaN counts as seen
     if begin < end:
-        _finish(ACC, RV_, MV, O, out_row, bh, total, v_step, SH, FAST, MEAN_V, G)
+        _finish(ACC, RV_, O, out_row, total, v_step, SH, FAST, G)
 
 # %% ../../nbs/43_decode_mma.ipynb #961937ab
 class _Form(SimpleNamespace):
@@ -1780,9 +1767,7 @@ def mma_attention(
         if biased
         else (None, [])
     )
-    parts, absent, value_mean = Parts.empty(x, s, Q, splits), x.packed_lut, x.value_mean
-    if not fast and value_mean is not None:
-        value_mean = rotate(value_mean, x.value_rotation.T)
+    parts, absent = Parts.empty(x, s, Q, splits), x.packed_lut
     rotated, slots = parts.out, _MMA_SLOTS
     if not fast_k:
         rotated, launch = rotated_queries(x, s, shared, blocks * Q, pdl and biased)
@@ -1797,7 +1782,6 @@ def mma_attention(
             MK=x.key_mean if centred or fused else absent,
             KS=x.key_scale,
             VS=x.value_scale,
-            MV=absent if value_mean is None else value_mean,
             PAGES=absent,
             page_stride=0,
             block_stride=1,
@@ -1822,7 +1806,6 @@ def mma_attention(
             FAST_K=fast_k,
             FAST=fast,
             MEAN_K=centred,
-            MEAN_V=value_mean is not None,
             BIASED=biased,
             FUSED=fused,
             PDL=pdl,

@@ -487,7 +487,7 @@ def _whole(
     WIDE: tl.constexpr,
 ):
     "M rows of `tiles` whole tiles of one head; sides, centres and rows as in `_side`."
-    _, _, _, sn, sd, _, _, TAB, planes, _, factor, _ = side
+    _, _, _, sn, sd, _, TAB, planes, _, factor, _ = side
     x_at, scale_at, at, old, row, t = rows
     m_lo, m_hi, mean, COS_SIN = centre
     _, w0, w1 = held
@@ -558,7 +558,7 @@ def _partial(
     WIDE: tl.constexpr,
 ):
     "M rows of one tile of which tokens [start, last) are new."
-    _, _, _, sn, sd, _, _, TAB, planes, _, factor, _ = side
+    _, _, _, sn, sd, _, TAB, planes, _, factor, _ = side
     x_at, scale_at, at, old, row, t0 = rows
     m_lo, m_hi, mean, COS_SIN = centre
     HALF: tl.constexpr = C.HALF
@@ -606,8 +606,8 @@ def _side(
 ):
     """Byte rows of one block of one head: in `each` whole tiles, or in one that is partly new.
     Rows are where their states, scales and bytes begin, and their positions."""
-    X, sb, sh, sn, sd, W, MEAN, _, _, SCALE, _, truncated = side
-    COS_SIN, START, heads, first, base, n, tiles, each = shared
+    X, sb, sh, sn, sd, W, _, _, SCALE, _, truncated = side
+    MEAN, COS_SIN, START, heads, first, base, n, tiles, each = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     XP: tl.constexpr = C.X_PARTS
@@ -669,7 +669,6 @@ def _encode_kernel(
     ksn,
     ksd,
     KW,
-    KMEAN,
     KTAB,
     KP0,
     KP1,
@@ -683,7 +682,6 @@ def _encode_kernel(
     vsn,
     vsd,
     VW,
-    VMEAN,
     VTAB,
     VP0,
     VP1,
@@ -691,6 +689,7 @@ def _encode_kernel(
     VSCALE,
     vfactor,
     vtruncated,
+    MEAN,
     COS_SIN,
     START,
     POSITION,
@@ -713,14 +712,14 @@ def _encode_kernel(
     if STATIC:
         first = tl.load(POSITION)
         n = tl.where(first + n <= limit, n, 0)
-    shared = (COS_SIN, START, heads, first, base, n, tiles, each)
+    shared = (MEAN, COS_SIN, START, heads, first, base, n, tiles, each)
     if tl.program_id(2) == 0:
         planes = KP0, KP1, KP2
-        key = KX, ksb, ksh, ksn, ksd, KW, KMEAN, KTAB, planes, KSCALE, kfactor, ktruncated
+        key = KX, ksb, ksh, ksn, ksd, KW, KTAB, planes, KSCALE, kfactor, ktruncated
         _side(key, shared, FLAG, KC, False, R, M, WHOLE, WIDE)
     else:
         planes = VP0, VP1, VP2
-        value = VX, vsb, vsh, vsn, vsd, VW, VMEAN, VTAB, planes, VSCALE, vfactor, vtruncated
+        value = VX, vsb, vsh, vsn, vsd, VW, VTAB, planes, VSCALE, vfactor, vtruncated
         _side(value, shared, FLAG + 2, VC, True, R, M, WHOLE, WIDE)
 
 # %% ../../nbs/40_encode.ipynb #53cd24d8

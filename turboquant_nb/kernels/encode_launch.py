@@ -172,7 +172,6 @@ class LongSide(NamedTuple):
     sn: int
     sd: int
     W: Tensor
-    MEAN: Tensor
     TAB: Tensor
     P0: Tensor
     P1: Tensor
@@ -200,7 +199,6 @@ class ShortSide(NamedTuple):
     SCALE: Tensor | int
     SINKS: Tensor | int
     RING: Tensor | int
-    MEAN: Tensor | int
 
 
 class _SidePlan:
@@ -225,24 +223,23 @@ class _SidePlan:
         )
         n = max(1, bits - 1)  # planes; then come scale, sinks, recent and mean
         self.scale_at = n
-        self.pick = itemgetter(
-            0, min(1, n - 1), n - 1, n, n + 1, n + 2, n + 3 if centred else 0
-        )
+        self.pick = itemgetter(0, min(1, n - 1), n - 1, n, n + 1, n + 2)
+        self.mean_at = n + 3 if centred else 0
 
     def rotated(self, mean: Tensor | None) -> Tensor:
         """The mean in the basis and unit of the product, fp32; every product is exact, also as
-        TF32. A pre-RoPE mean stays as it is."""
+        TF32. A pre-RoPE mean stays as it is; where there is none, any tensor."""
         if mean is None or self.rope:
             return self.table if mean is None else mean.contiguous()
         with torch.autocast(mean.device.type, enabled=False):
             x, parts = mean.float(), self.rotation.parts.unbind(-3)
             return sum(x @ part.float().mT for part in parts).flatten(0, 2)
 
-    def long(self, x: Tensor, tensors: list, truncated: int, mean: Tensor | None) -> LongSide:
-        "Of a long append, with the mean that it subtracts."
-        r, (*planes, scale, _, _, _) = self.rotation, self.pick(tensors)
+    def long(self, x: Tensor, tensors: list, truncated: int) -> LongSide:
+        "Of a long append."
+        r, (*planes, scale, _, _) = self.rotation, self.pick(tensors)
         where = *planes, scale, r.factor, truncated
-        return LongSide(x, *x.stride(), r.parts, self.rotated(mean), self.table, *where)
+        return LongSide(x, *x.stride(), r.parts, self.table, *where)
 
     def arguments(self, x: Tensor, tensors: list, truncated: int, room=None) -> ShortSide:
         "Of a short one as tensors, for Triton to look at."
@@ -336,6 +333,7 @@ class _AppendPlan:
         tiles of their last planes; numbers: start, cosines and sines, position, flags (any
         tensor for what is not needed)."""
         (b, h, n, _), (key, value), (cut, cut_value) = k.shape, sides, truncated
+        numbers = key[self.key.mean_at], *numbers
         first, base, limit, on_device = place
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
         name = n, ks, vs, k_at % 16, v_at % 16, on_device
@@ -387,7 +385,7 @@ class _AppendPlan:
         states: tuple,  # new keys and values
         sides: tuple,
         truncated: tuple,
-        means: tuple,  # that are subtracted; None: nothing is
+        mean: Tensor | None,  # that is subtracted of keys; None: nothing is
         numbers: tuple,
         place: Place,
         config: tuple | None = None,  # rows of a program and how Triton compiles it
@@ -396,13 +394,12 @@ class _AppendPlan:
         plans, (start, cos_sin, position, flags) = (self.key, self.value), numbers
         k, tile, rows = states[0], self.tile, self.tile // 4
         (b, h, n, _), (first, base, limit, on_device) = k.shape, place
-        key, value = (
-            plan.long(*one) for plan, *one in zip(plans, states, sides, truncated, means)
-        )
+        key, value = (plan.long(*one) for plan, *one in zip(plans, states, sides, truncated))
         (m, options), gpu = config or self.config, device_properties(k.device)
         blocks = -(-rows // m)
         named = self.long | dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
         named |= dict(
+            MEAN=self.key.rotated(mean),
             COS_SIN=cos_sin if self.rope else flags,
             START=start if self.rope else flags,
             POSITION=position if on_device else flags,
@@ -505,8 +502,7 @@ def encode_append(
     flags = torch.zeros(4, dtype=torch.int32, device=k.device) if flags is None else flags
     if n:
         tensors = [list(part.tensors.values()) for part in parts]
-        means = [part.mean for part in parts]
         numbers = store.start, table, flags, flags
         place = Place(first, store.offset)
-        plan.launch_long((k, v), tensors, truncated, means, numbers, place, config)
+        plan.launch_long((k, v), tensors, truncated, store.key.mean, numbers, place, config)
     return flags

@@ -118,8 +118,8 @@ def _chain_out(room, valid, factor, C: tl.constexpr):
 @triton.jit
 def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
     "Where these rows' bytes lie; no two share one: a short append has at most R tokens."
-    _, _, _, _, _, _, _, truncated, planes, _, _, _, _ = side
-    tiles = shared[7]
+    _, _, _, _, _, _, _, truncated, planes, _, _, _ = side
+    tiles = shared[8]
     _, bh, p, valid, _ = place
     at = (bh * tiles + p // (4 * R))[:, None]
     old = (bh * (tiles - truncated) + p // (4 * R) - truncated)[:, None]
@@ -129,7 +129,7 @@ def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R:
 @triton.jit
 def _put_row(side, shared, FLAG, found, place, planes, older, C: tl.constexpr, R: tl.constexpr):
     "Codes and scales of these rows to their places."
-    SCALE, first, tiles = side[9], shared[4], shared[7]
+    SCALE, first, tiles = side[9], shared[5], shared[8]
     pair, scale, finite, fitting = found
     r, bh, p, valid, lost = place
     tile, t = p // (4 * R), p % (4 * R)
@@ -161,8 +161,8 @@ def _short(
 ):
     """M of the rows (sequence, token) of one head: exact copies, codes and scales. STEP: 0, or
     which of the two that a code by windows takes."""
-    X, sb, sh, sn, W, TAB, factor, _, _, _, SINKS, RING, MEAN = side
-    START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
+    X, sb, sh, sn, W, TAB, factor, _, _, _, SINKS, RING = side
+    MEAN, START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -242,7 +242,6 @@ def _short_kernel(
     KSCALE,
     KSINKS,
     KRING,
-    KMEAN,
     VX,
     vsb,
     vsh,
@@ -257,7 +256,7 @@ def _short_kernel(
     VSCALE,
     VSINKS,
     VRING,
-    VMEAN,
+    MEAN,
     START,
     COS_SIN,
     POSITION,
@@ -283,17 +282,17 @@ def _short_kernel(
     takes; sides with a table are done in step 1."""
     if STATIC:
         first = tl.load(POSITION)
-    shared = (START, COS_SIN, heads, rows, first, base, n, tiles, limit)
+    shared = (MEAN, START, COS_SIN, heads, rows, first, base, n, tiles, limit)
     if tl.program_id(1) == 0:
         key = KX, ksb, ksh, ksn, KW, KTAB, kfactor, ktruncated
-        key += (KP0, KP1, KP2), KSCALE, KSINKS, KRING, KMEAN
+        key += (KP0, KP1, KP2), KSCALE, KSINKS, KRING
         if KC.CHAIN > 0:
             _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, STEP)
         elif STEP < 2:
             _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, 0)
     else:
         value = VX, vsb, vsh, vsn, VW, VTAB, vfactor, vtruncated
-        value += (VP0, VP1, VP2), VSCALE, VSINKS, VRING, VMEAN
+        value += (VP0, VP1, VP2), VSCALE, VSINKS, VRING
         if VC.CHAIN > 0:
             _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE, STEP)
         elif STEP < 2:

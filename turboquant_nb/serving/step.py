@@ -140,7 +140,8 @@ class ServingConfig:
 
     def __post_init__(self):
         recipe = serving_recipe(self.recipe, self.recent, self.sinks)
-        checks.instance(self.means, "means", bool)
+        if not checks.instance(self.means, "means", bool):
+            recipe = replace(recipe, key=replace(recipe.key, center="none"))
         for name, x in dict(recipe=recipe, recent=recipe.recent, sinks=recipe.sinks).items():
             object.__setattr__(self, name, x)
         object.__setattr__(
@@ -156,6 +157,14 @@ class ServingConfig:
                     f"{found.header['about']['layers']} layers; all are needed"
                 )
             found.recipes([self.recipe] * layers)  # a rotation that was chosen is refused
+        frames = () if self.calibration is None else self.calibration.frames
+        asked = {"center": ("fixed", "fixed"), "pair_scale": ("frame", "pair")}
+        for name, (value, held) in asked.items():
+            there = frames and all(held in x.tensors for x in frames)
+            if getattr(recipe.key, name) == value and not there:
+                raise ValueError(
+                    f"{name}={value!r} needs a calibration whose frames have {held!r}"
+                )
 
     @classmethod
     def of(cls, options: dict) -> "ServingConfig":
@@ -191,17 +200,17 @@ class ServingConfig:
                 f"the calibration has {about['layers']} layers with heads of "
                 f"{about['head size']}, layer {layer} with heads of {d_key} is asked for"
             )
-        spec, named = replace(self.recipe.key, center="none", pair_scale="none"), None
-        frame = found.frames[layer].of_heads(heads) if found.frames else LayerFrame()
+        frame, named = found.frames[layer].of_heads(heads) if found.frames else LayerFrame(), None
+        spec = self.recipe.settled(replace(frame, mean=None)).key  # cells hold one after RoPE
         if found.transforms:
             matrix = found.transforms[layer].matrix[heads]
             named = register_transform(HeadTransform.of(matrix))
-        elif frame.pair is not None and self.recipe.key.pair_scale != "none":
+        elif spec.pair_scale != "none":
             named = pair_transform(frame.pair, spec.rotation, spec.seed)
         if named is not None:
-            key = make_quantizer(replace(spec, rotation=named.name), d_key, device)
-        centred = self.means and self.recipe.key.center != "none" and frame.fixed is not None
-        return key, value, frame.fixed.to(device) if centred else None
+            plain = replace(spec, rotation=named.name, center="none", pair_scale="none")
+            key = make_quantizer(plain, d_key, device)
+        return key, value, None if spec.center == "none" else frame.fixed.to(device)
 
     def bytes_per_token(
         self, d_key: int, d_value: int | None = None
@@ -763,6 +772,7 @@ def mean_reasons(config, model_config) -> list:
     "Why a model is not served whose keys are far from 0."
     found = config.calibration
     centred = found is not None and any(x.fixed is not None for x in found.frames)
+    centred = centred and config.recipe.key.center != "none"
     if not config.means or centred or not needs_means(model_config):
         return []
     return [
