@@ -1097,15 +1097,7 @@ def _softmax_step(
 # %% ../../nbs/43_decode_mma.ipynb #4fa7b148
 @gluon.jit
 def _finish(
-    ACC,
-    R,
-    O,
-    out_row,
-    total,
-    v_step,
-    SH: gl.constexpr,
-    FAST: gl.constexpr,
-    G: gl.constexpr,
+    ACC, R, O, out_row, total, v_step, SH: gl.constexpr, FAST: gl.constexpr, G: gl.constexpr
 ):
     "The sums of a split, divided, un-rotated where FAST, to O."
     Q: gl.constexpr = G.Q
