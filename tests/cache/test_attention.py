@@ -12,6 +12,7 @@ from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 from tests.cache.test_store import random_recipe
+from tests.helpers import random_frame
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,17 +32,10 @@ def filled(
     **kwargs,
 ):
     g = torch.Generator().manual_seed(seed)
-    store = KVStore(
-        recipe,
-        batch,
-        heads,
-        d,
-        dv,
-        dtype,
-        tile=tile,
-        inv_freq=0.6 ** torch.arange(1.0, max(d // 2 - seed % 2, 1) + 1),
-        **kwargs,
-    )
+    half = max(d // 2 - seed % 2, 1)  # channel pairs that rotate
+    kwargs |= dict(inv_freq=0.6 ** torch.arange(1.0, half + 1), tile=tile)
+    frame = random_frame(heads, d, 2 * half, seed)
+    store = KVStore(recipe, batch, heads, d, dv, dtype, frame=frame, **kwargs)
     k, v = (torch.randn(batch, heads, tokens, x, generator=g).to(dtype) for x in (d, dv))
     if start is not None:
         store.set_range(start=start)
@@ -63,8 +57,8 @@ def seen_by(store, n, first, causal, sliding_window):
 
 
 def read_unrounded(store, name):
-    """What `store.read` gives before it is rounded to the model's dtype: [B, H, length -
-    offset, d] fp64."""
+    """What `store.read` gives, in the frame, before it is rounded to the model's dtype: [B, H,
+    length - offset, d] fp64."""
     side = getattr(store, name)
     x = decode(
         side.q,
@@ -74,14 +68,19 @@ def read_unrounded(store, name):
     states, positions = store.exact(name)
     rows, slots = (positions >= store.offset).nonzero(as_tuple=True)
     x[rows, :, positions[rows, slots] - store.offset] = states[rows, :, slots].double()
-    same(x.to(store.dtype), store.read()[name == "value"])
+    same(x.to(store.dtype), store.read(framed=True)[name == "value"])
     return x
 
 
-def reference(q, store, chunk, mask, first, states=None, **kwargs):
-    """fp64 softmax over `store.read` (`states`, if it was read before), with the exact chunk in
-    place of its codes."""
-    k, v = states or (read_unrounded(store, side) for side in ("key", "value"))
+def reference(q, store, chunk, mask, first, **kwargs):
+    """fp64 softmax over `store.read`, with the exact chunk in place of its codes; in the frame, rounded to the dtype as queries and keys are there."""
+    pair = store.key.frame.pair
+    if pair is not None:
+        by_query = pair.float().repeat_interleave(q.shape[1] // store.heads, 1)
+        q = (q.float() / by_query).to(q.dtype)
+        if chunk is not None:
+            chunk = (chunk[0].float() * pair).to(q.dtype), chunk[1]
+    k, v = (read_unrounded(store, side) for side in ("key", "value"))
     k, v = k[:, :, first - store.offset :].clone(), v[:, :, first - store.offset :].clone()
     if chunk is not None:
         for dense, exact in ((k, chunk[0]), (v, chunk[1])):

@@ -23,7 +23,7 @@ from turboquant_nb.kernels import append as kernel
 from turboquant_nb.kernels import decode, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
-from tests.helpers import SLOW
+from tests.helpers import SLOW, random_frame
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PACKAGE = str(Path(turboquant_nb.__file__).parent)
@@ -64,11 +64,11 @@ def states(n: int, seed: int = 0, d: int = D) -> list:
 
 def store(tokens: int, spec=None, **more):
     "A store that has so many tokens."
-    kinds = dict(center="pre_rope") if spec is None else spec
+    kinds = dict(center="pre_rope", pair_scale="frame") if spec is None else spec
     settings = {x: more.pop(x) for x in ("static", "max_length", "dtype") if x in more}
     recipe = Recipe(Spec(3, **kinds), Spec(4), **dict(sinks=2, recent=5) | more)
     rope = dict(inv_freq=FREQ) if recipe.key.centre.rotates else {}
-    out = KVStore(recipe, B, H, D, tile=TILE, **settings, **rope)
+    out = KVStore(recipe, B, H, D, tile=TILE, frame=random_frame(H, D, D), **settings, **rope)
     if tokens:
         out.append(*states(tokens))
     return out
@@ -79,7 +79,6 @@ fixed = partial(store, static=True, max_length=48)
 
 def seen(one) -> list:
     "What is held: codes, scales, exact tokens, frames, ranges and numbers."
-    one.complete()
     one.sync()
     held = [getattr(one, side) for side in ("key", "value")]
     out = [x for side in ("key", "value") for x in one.exact(side)]
@@ -124,14 +123,6 @@ def with_tail(make, n: int = 3):
     return one
 
 
-def waiting(*parts):
-    "A store whose first chunks wait."
-    one = store(0, dict(pair_scale="prompt"))
-    for n in parts:
-        one.wait(*states(n))
-    return one
-
-
 def ended(one):
     one.set_range(end=torch.tensor([one.length, 7]))
     return one
@@ -164,12 +155,6 @@ UPDATES = {
     "a sink": (partial(store, 1), token),
     "a token": (partial(store, 13), token),
     "a token that needs room": (partial(store, 16), token),
-    "a chunk that waits": (partial(waiting), lambda one: one.wait(*states(9))),
-    "another that waits": (partial(waiting, 5), lambda one: one.wait(*states(9))),
-    "chunks that waited": (
-        partial(waiting, 9, 4),
-        lambda one: one.complete(torch.ones(B, 4, 9, D)),
-    ),
     "a crop": (partial(store, 30), lambda one: one.crop(9)),
     "a crop to nothing": (partial(store, 30), lambda one: one.crop(30)),
     "a crop in the last chunk": (
@@ -186,10 +171,6 @@ UPDATES = {
     "rows repeated": (partial(store, 20), lambda one: one.repeat(2)),
     "starts of nothing": (
         partial(store, 0),
-        lambda one: one.set_range(start=torch.tensor([0, 2])),
-    ),
-    "starts of what waits": (
-        partial(waiting, 9),
         lambda one: one.set_range(start=torch.tensor([0, 2])),
     ),
     "starts and ends": (partial(store, 20), partial(moved, end=15)),
@@ -273,12 +254,13 @@ def test_an_update_is_before_or_after(name):
 def test_a_launched_append_is_before_or_after(static):
     "The kernel writes codes, ring and, where the device counts, the length."
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    recipe = Recipe(Spec(3, center="fixed"), Spec(4), sinks=2, recent=5)
+    key = Spec(3, center="fixed", pair_scale="frame")
+    recipe, frame = Recipe(key, Spec(4), sinks=2, recent=5), random_frame(1, 16)
     new = lambda n: (x[:1, :1].to(device) for x in states(n, d=16))
 
     def make():
         more = dict(static=True, max_length=80) if static else {}
-        one = KVStore(recipe, 1, 1, 16, device=device, tile=64, **more)
+        one = KVStore(recipe, 1, 1, 16, device=device, tile=64, frame=frame, **more)
         one.append(*new(20))
         return one
 

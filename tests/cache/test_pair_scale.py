@@ -1,18 +1,18 @@
-"""A scale for each pair of channels: keys are multiplied by it, queries divided. What it is
-fitted to, that no score changes by it, and that what moves a store takes it along."""
+"""A scale for each pair of channels, which the frame of a model has: keys are multiplied by it,
+queries divided. That no score changes by it, and that what moves a store takes it along."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes, tail_with
 from turboquant_nb.kernels import launch, ops
+from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.serving.step import serving_recipe
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rope import apply_rope
 from turboquant_nb.theory.transforms import pair_scales
@@ -26,61 +26,40 @@ KERNELS = pytest.mark.skipif(
 
 def scaled(bits=2, sinks=4, recent=16, center="pre_rope", value=4, **more):
     return Recipe(
-        Spec(bits, center=center, pair_scale="prompt", **more), Spec(value), sinks, recent
+        Spec(bits, center=center, pair_scale="frame", **more), Spec(value), sinks, recent
     )
 
 
 def states(b=2, h=2, groups=3, d=32, n=300, seed=0, dtype=torch.float32, rotary=None):
-    """Keys with a mean and queries, of pairs of unequal energies: (q, k, v, inv_freq), rotated
-    by RoPE."""
+    """Keys with a mean and queries, of pairs of unequal energies, rotated by RoPE; and the frame
+    of their layer: (q, k, v, inv_freq, frame)."""
     g = torch.Generator().manual_seed(seed)
     r = d // 2 * 2 if rotary is None else rotary
     size = torch.randn(h, r // 2, generator=g).exp()
     size = torch.cat([size, size, torch.randn(h, d - r, generator=g).exp()], 1)[:, None]
-    k = torch.randn(b, h, n, d, generator=g) * size + 2
+    mean = 2 * torch.randn(h, d, generator=g)
+    k = torch.randn(b, h, n, d, generator=g) * size + mean[:, None]
     q = torch.randn(b, h, groups * n, d, generator=g) / size
     q, v = q.view(b, h * groups, n, d), torch.randn(b, h, n, d, generator=g)
     freq = 10_000.0 ** (-torch.arange(max(1, r // 2)) / max(1, r // 2))
     if r:
         at = torch.arange(n)
         q, k = (apply_rope(x, at, rotary_dim=r, inv_freq=freq) for x in (q, k))
-    return q.to(dtype), k.to(dtype), v.to(dtype), freq
+    pair = pair_scales(size[:, 0] ** -2, size[:, 0].square(), r)
+    frame = LayerFrame(mean if r else None, k.mean((0, 2)), pair)
+    return q.to(dtype), k.to(dtype), v.to(dtype), freq, frame
 
 
 def fitted(recipe, data, n=200, start=None, **how):
-    "A store whose first n tokens came with their queries."
-    q, k, v, freq = data
+    "A store of the first n tokens."
+    q, k, v, freq, frame = data
     rope = {"inv_freq": freq} if recipe.key.centre.rotates else {}
-    store = KVStore(recipe, k.shape[0], k.shape[1], k.shape[3], dtype=k.dtype, **rope, **how)
+    how |= dict(dtype=k.dtype, frame=frame) | rope
+    store = KVStore(recipe, k.shape[0], k.shape[1], k.shape[3], **how)
     if start is not None:
         store.set_range(start=torch.tensor(start))
-    store.wait(k[:, :, :n], v[:, :, :n])
-    store.complete(q[:, :, :n])
+    store.append(k[:, :, :n], v[:, :, :n])
     return store
-
-
-# --- the scales
-
-
-def test_what_it_is_fitted_to():
-    "Real tokens behind the sinks, of keys without their mean, and of all queries of the group."
-    q, k, v, freq = states()
-    store = fitted(scaled(), (q, k, v, freq), start=[0, 30])
-    got = store.key.frame.pair
-    for row, first in ((0, 4), (1, 34)):
-        one = KVStore(scaled(sinks=0), 1, 2, 32, inv_freq=freq)
-        cut = lambda x: x[row : row + 1, :, first:200]
-        one.cos_sin.reach(400)
-        back = apply_rope(
-            k[row, :, first:200].double(), -torch.arange(first, 200), inv_freq=freq
-        )
-        mean = back.mean(1, keepdim=True)
-        energy = (back - mean).square().mean(1)
-        asked = cut(q).double().square().view(1, 2, 3, -1, 32).mean((2, 3))[0]
-        want = pair_scales(asked, energy, 32)
-        assert (got[row, :, 0].float() / want - 1).abs().max() < 0.03
-    same(got[..., :16], got[..., 16:])
-    assert got.float().std() > 0.1
 
 
 # --- scores
@@ -91,7 +70,7 @@ def test_what_it_is_fitted_to():
     [(torch.float32, 1, 32, 32), (torch.float16, 3, 64, 16), (torch.bfloat16, 2, 20, 20)],
 )
 def test_exact_tokens_give_the_scores_they_gave(dtype, groups, d, rotary):
-    data = q, k, v, freq = states(groups=groups, d=d, rotary=rotary, dtype=dtype)
+    data = q, k, v, *_ = states(groups=groups, d=d, rotary=rotary, dtype=dtype)
     store = fitted(scaled(recent=512), data)
     store.append(k[:, :, 200:], v[:, :, 200:])
     assert store.key.frame.pair.std() > 0.05
@@ -120,7 +99,7 @@ def decoded(store, q, k, v, **how):
 def test_every_backend_reads_what_the_store_reads_back(backend, codebook, center):
     if backend in ("blocks", "triton") and not launch.is_interpreted():
         pytest.skip("states are on the CPU: needs Triton's interpreter")
-    data = q, k, v, freq = states(n=150, groups=2, d=64)  # what chains of kernels have
+    data = q, k, v, *_ = states(n=150, groups=2, d=64)  # what chains of kernels have
     recipe = scaled(center=center, codebook=codebook, value=2)
     recipe = replace(recipe, value=replace(recipe.value, codebook=codebook))
     store = fitted(recipe, data, n=100)
@@ -139,16 +118,12 @@ def test_every_backend_reads_what_the_store_reads_back(backend, codebook, center
 
 @KERNELS
 def test_kernels_code_what_pytorch_codes():
-    q, k, v, freq = states(n=103)
+    q, k, v, freq, frame = states(n=103)
     stores = []
     for name in ("torch", "triton"):
-        store = KVStore(scaled(3), 2, 2, 32, inv_freq=freq)
-        store.wait(
-            k[:, :, :100], v[:, :, :100], lambda s, a, b: ops.append(s, a, b, backend=name)
-        )
-        store.complete(q[:, :, :100])
-        for i in range(100, 103):
-            ops.append(store, k[:, :, i : i + 1], v[:, :, i : i + 1], backend=name)
+        store = KVStore(scaled(3), 2, 2, 32, inv_freq=freq, frame=frame)
+        for a, b in zip(k.split((100, 1, 1, 1), 2), v.split((100, 1, 1, 1), 2)):
+            ops.append(store, a, b, backend=name)
         stores.append(store)
     a, b = (store.coded("key", 0, 103) for store in stores)
     assert (a.codes != b.codes).float().mean() < 2e-3
@@ -157,7 +132,7 @@ def test_kernels_code_what_pytorch_codes():
 
 
 def test_a_long_chunk_and_a_sliding_window():
-    data = q, k, v, freq = states(n=300)
+    data = q, k, v, *_ = states(n=300)
     store = fitted(scaled(), data)
     store.append(k[:, :, 200:], v[:, :, 200:])
     chunk = q[:, :, 200:], k[:, :, 200:], v[:, :, 200:]
@@ -173,143 +148,61 @@ def test_a_long_chunk_and_a_sliding_window():
 # --- a store's life
 
 
-def test_later_chunks_keep_the_frame_and_an_empty_store_has_none():
-    data = q, k, v, freq = states()
-    store = fitted(scaled(), data)
-    first = store.key.frame.pair.clone()
-    store.append(k[:, :, 200:], v[:, :, 200:])
-    store.complete(q[:, :, 200:])
-    same(store.key.frame.pair, first)
-    store.crop(100)
-    same(store.key.frame.pair, first)
-    store.crop(200)
-    same(store.key.frame.pair, torch.ones_like(first))
-    store.wait(k[:, :, 100:], v[:, :, 100:])
-    store.complete(q[:, :, 100:])
-    assert not torch.equal(store.key.frame.pair, first)
-    assert not torch.equal(store.key.frame.pair, fitted(scaled(), data).key.frame.pair)
+def test_every_token_of_every_store_has_one_frame():
+    "Before the first token, after any number of them, and when all are gone."
+    data = q, k, v, *_, frame = states()
+    store, pair = fitted(scaled(), data, n=0), frame.pair.bfloat16()[None, :, None]
+    held = pair.expand(2, -1, -1, -1).contiguous()
+    assert held.float().std() > 0.1
+    for change in (
+        lambda: None,
+        lambda: store.append(k[:, :, :200], v[:, :, :200]),
+        lambda: store.append(k[:, :, 200:], v[:, :, 200:]),
+        lambda: store.crop(100),
+        lambda: store.crop(200),
+        lambda: store.append(k[:, :, 100:], v[:, :, 100:]),
+    ):
+        change()
+        same(store.key.frame.pair, held)
+    assert store.length == 200 and store.value.frame.pair is None
 
 
-def test_without_queries_it_is_one():
-    q, k, v, freq = states()
-    plain = KVStore(
-        replace(scaled(), key=replace(scaled().key, pair_scale="none")), 2, 2, 32, inv_freq=freq
+def test_what_is_not_asked_for_is_not_taken():
+    'Without a frame "auto" is "none"; with one, "none" stays it.'
+    q, k, v, freq, frame = states()
+    of = lambda center, scale: replace(
+        scaled(), key=replace(scaled().key, center=center, pair_scale=scale)
     )
-    store = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
-    late = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
-    late.wait(k, v)
-    for s in (plain, store):
+    plain, auto, bare = (
+        KVStore(of(*kind), 2, 2, 32, inv_freq=freq, frame=given)
+        for *kind, given in (
+            ("none", "none", None),
+            ("auto", "auto", None),
+            ("none", "none", frame),
+        )
+    )
+    for s in (plain, auto, bare):
         s.append(k, v)
-    for a, b, c in zip(plain.read(), store.read(), late.read()):
+        assert s.key.frame == (None, None)
+    for a, b, c in zip(plain.read(), auto.read(), bare.read()):
         same(a, b)
         same(a, c)
-    same(store.key.frame.pair, torch.ones(2, 2, 1, 32, dtype=torch.bfloat16))
-
-
-def test_what_waits_is_coded_by_whoever_needs_it():
-    q, k, v, freq = states()
-    for act in (
-        lambda s: s.append(k[:, :, :1], v[:, :, :1]),
-        lambda s: s.crop(1),
-        lambda s: s.select([1, 0]),
-        lambda s: attend(q[:, :, -1:], s),
-        lambda s: ops.attend(q[:, :, -1:], s),
-        lambda s: state_of(s),
-        lambda s: s.set_range(end=299),
-        lambda s: s.to("cpu"),
-    ):
-        store = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
-        store.wait(k, v)
-        assert store.length == 300 and store.waiting and not store.key.memory.tiles
-        act(store)
-        assert not store.waiting and store.key.memory.tiles
-    got = ops.attend(q[:, :, -1:], store, k[:, :, -1:], v[:, :, -1:]).out
-    assert got.isfinite().all()
-
-
-def test_what_cannot_wait():
-    q, k, v, freq = states()
-    store = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
-    for bad, why in ((torch.nan, "k must be finite"), (torch.inf, "k must be finite")):
-        x = k.clone()
-        x[0, 0, 0, 0] = bad
-        with pytest.raises(ValueError, match=why):
-            store.wait(x, v)
-    with pytest.raises(ValueError, match="k must have shape"):
-        store.wait(k[:1], v)
-    with pytest.raises(ValueError, match="k must be torch.float32"):
-        store.wait(k.half(), v)
-    assert store.length == 0 and not store.waiting
-    store.wait(k[:, :, :0], v[:, :, :0])
-    assert not store.waiting
-    store.append(k, v)
-    with pytest.raises(ValueError, match="only a first chunk can wait: 300 tokens are coded"):
-        store.wait(k, v)
-    full = KVStore(scaled(), 2, 2, 32, inv_freq=freq, max_length=100)
-    with pytest.raises(ValueError, match="max_length is 100"):
-        full.wait(k, v)
-
-
-@pytest.mark.parametrize("error", (ValueError, MemoryError, KeyboardInterrupt))
-def test_an_error_while_it_is_coded(error):
-    "What cannot be coded is forgotten; what was broken off waits as before."
-    q, k, v, freq = states()
-    store, broken = KVStore(scaled(), 2, 2, 32, inv_freq=freq), []
-
-    def fails(s, a, b):
-        s.append(a[:, :, : None if broken else 50], b[:, :, : None if broken else 50])
-        if not broken:
-            broken.append(error("no more"))
-            raise broken[0]
-
-    store.wait(k, v, fails)
-    with pytest.raises(error, match="no more"):
-        store.complete(q)
-    forgotten = error is ValueError
-    assert store.length == (0 if forgotten else 300)
-    assert bool(store.waiting) == (not forgotten)
-    same(store.key.frame.pair, torch.ones_like(store.key.frame.pair))
-    if forgotten:
-        store.wait(k, v)
-    store.complete(q)
-    same(store.read()[0], fitted(scaled(), (q, k, v, freq), n=300).read()[0])
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0])
-def test_queries_and_keys_that_say_nothing(bad):
-    q, k, v, freq = states()
-    store = fitted(scaled(), (torch.full_like(q, bad), k, v, freq))
-    same(store.key.frame.pair, torch.ones_like(store.key.frame.pair))
-    store = fitted(scaled(), (q, 0 * k, v, freq))
-    same(store.key.frame.pair, torch.ones_like(store.key.frame.pair))
-    short = fitted(scaled(), (q, k, v, freq), n=3)  # sinks alone
-    same(short.key.frame.pair, torch.ones_like(short.key.frame.pair))
-
-
-def test_padding_that_is_learnt_while_it_waits():
-    q, k, v, freq = states()
-    want = fitted(scaled(), (q, k, v, freq), start=[0, 30])
-    store = KVStore(scaled(), 2, 2, 32, inv_freq=freq)
-    store.wait(k[:, :, :200], v[:, :, :200])
-    store.set_range(start=torch.tensor([0, 30]))
-    assert store.waiting
-    store.complete(q[:, :, :200])
-    same(store.key.frame.pair, want.key.frame.pair)
-    same(store.read()[0], want.read()[0])
 
 
 def test_padding_that_is_learnt_later_keeps_the_frame():
-    q, k, v, freq = states()
-    store = fitted(scaled(), (q, k, v, freq))
+    data = q, k, v, *_ = states()
+    store = fitted(scaled(), data)
     pair = store.key.frame.pair.clone()
     store.set_range(start=torch.tensor([0, 30]), k=k[:, :, :200], v=v[:, :, :200])
     same(store.key.frame.pair, pair)
     assert (store.read()[0] - k[:, :, :200])[1, :, 30:34].abs().max() < 1e-5  # its sinks
-    assert (store.read()[0] - k[:, :, :200])[:, :, 34:].norm() < 0.6 * k.norm()
+    for a, b in zip(store.read(), fitted(scaled(), data, start=[0, 30]).read()):
+        same(a[:1], b[:1])
+        same(a[1:, :, 30:].contiguous(), b[1:, :, 30:].contiguous())
 
 
 def test_files_carry_it():
-    data = q, k, v, freq = states()
+    data = q, k, v, *_ = states()
     store = fitted(scaled(), data)
     again = store_of(*state_of(store))
     for a, b in zip(store.read(), again.read()):
@@ -331,7 +224,7 @@ def test_files_carry_it():
 
 
 def test_rows_take_it_along():
-    data = q, k, v, freq = states()
+    data = q, k, v, *_ = states()
     store, pair = fitted(scaled(), data), fitted(scaled(), data).key.frame.pair
     store.select([1, 0, 1])
     same(store.key.frame.pair, pair[[1, 0, 1]])
@@ -342,7 +235,7 @@ def test_rows_take_it_along():
 
 
 def test_rejected_drafts_leave_what_would_have_been():
-    data = q, k, v, freq = states()
+    data = q, k, v, *_ = states()
     store, want = (fitted(scaled(), data) for _ in range(2))
     into = store.key.into_frame
     tail = tail_with(store, into(k[:, :, 200:210]), v[:, :, 200:210])
@@ -355,18 +248,21 @@ def test_rejected_drafts_leave_what_would_have_been():
 
 def test_bytes_are_counted():
     for d, center in ((32, "none"), (64, "pre_rope")):
-        store = fitted(scaled(center=center), states(d=d))
+        *_, inv_freq, frame = data = states(d=d)
+        store = fitted(scaled(center=center), data)
         assert store.nbytes == expected_nbytes(store)
         assert bytes_by_kind(store)["pair"] == 2 * 2 * 2 * d
         plain = replace(store.recipe, key=replace(store.recipe.key, pair_scale="none"))
-        assert "pair" not in bytes_by_kind(KVStore(plain, 1, 1, d, inv_freq=states(d=d)[3]))
+        assert "pair" not in bytes_by_kind(
+            KVStore(plain, 1, 2, d, inv_freq=inv_freq, frame=frame)
+        )
 
 
 @pytest.mark.parametrize("coder", ["torch", "triton"])
 @KERNELS
 def test_captured_steps(coder):
     "The device counts: the codes and the exact tokens of steps that the host takes."
-    data = q, k, v, freq = states(n=120)
+    data = q, k, v, *_ = states(n=120)
     how = dict(max_length=140, static=True)
     fixed, grows = fitted(scaled(), data, n=100, **how), fitted(scaled(), data, n=100)
     for i in range(100, 104):
@@ -392,18 +288,12 @@ def test_captured_steps(coder):
 def test_where_it_is_refused():
     with pytest.raises(ValueError, match="pair_scale must be one of"):
         Spec(pair_scale="calibrated")
-    with pytest.raises(ValueError, match="pair_scale='prompt' is for keys: no query reads"):
-        Recipe(value=Spec(pair_scale="prompt"))
+    with pytest.raises(
+        ValueError, match="pair_scale='frame' is for keys: a frame says nothing"
+    ):
+        Recipe(value=Spec(pair_scale="frame"))
     name = random_transform(2, 32).name
     with pytest.raises(ValueError, match="do the same work"):
-        Spec(pair_scale="prompt", rotation=name)
-    with pytest.raises(ValueError, match="key.pair_scale must be 'none'.*blocks are shared"):
-        serving_recipe(scaled(sinks=0, center="none"))
+        Spec(pair_scale="frame", rotation=name)
     recipe = scaled()
     assert Recipe.from_json(recipe.to_json()) == recipe
-    old = (
-        recipe.to_json()
-        .replace(', "pair_scale": "prompt"', "")
-        .replace(', "pair_scale": "none"', "")
-    )
-    assert "pair_scale" not in old and Recipe.from_json(old).key.pair_scale == "none"

@@ -11,9 +11,10 @@ from turboquant_nb.cache.store import tail_with
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
+from tests.helpers import random_frame
 
 B, H, D, TILE = 2, 2, 8, 8
-CENTRED = Recipe(Spec(3, center="fixed"), Spec(3), sinks=2, recent=4)
+CENTRED = Recipe(Spec(3, center="fixed", pair_scale="frame"), Spec(3), sinks=2, recent=4)
 STORES = {  # what is made, and after so many tokens
     "grows": (dict(recipe=CENTRED), 21),
     "empty": (dict(recipe=CENTRED), 0),
@@ -31,9 +32,8 @@ def states(n, seed=0, d=D, heads=H, dtype=torch.float32):
 
 def filled(name):
     more, n = STORES[name]
-    store = KVStore(
-        batch=B, heads=H, d_key=D, tile=TILE, inv_freq=0.1 ** torch.arange(4.0), **more
-    )
+    more = more | dict(inv_freq=0.1 ** torch.arange(4.0), frame=random_frame(H, D, D))
+    store = KVStore(batch=B, heads=H, d_key=D, tile=TILE, **more)
     store.append(*(x + 1 for x in states(n)))
     return store
 

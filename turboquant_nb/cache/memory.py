@@ -351,15 +351,13 @@ def shared_quantizer(spec: Spec, d: int, device: torch.device) -> Quantizer:
         return make_quantizer(spec, d, device)
 
 
-def _fits(x: Tensor, pair: Tensor, groups: int) -> bool:
-    "Whether states or queries are such that a pair scale is of."
-    rows = pair.shape[0], groups * pair.shape[1]
-    return (
-        x.ndim == 4
-        and x.shape[:2] == rows
-        and x.shape[3] == pair.shape[3]
-        and x.device == pair.device
-    )
+def _fits(x: Tensor, pair: Tensor, grouped: bool = False) -> bool:
+    """Whether states, or queries of one or more heads for each KV head, are such that a pair
+    scale is of."""
+    if not isinstance(x, Tensor) or x.ndim != 4 or x.device != pair.device:
+        return False
+    heads = x.shape[1] % pair.shape[1] if grouped else x.shape[1] - pair.shape[1]
+    return not heads and (x.shape[0], x.shape[3]) == (pair.shape[0], pair.shape[3])
 
 
 def placed(device: torch.device | str) -> torch.device:
@@ -482,7 +480,7 @@ class Part:
         """States [B, H, n, d] as they are held: keys times the pair scale, where there is one,
         rounded to their dtype. What has another shape is left for others to refuse."""
         pair = self.frame.pair
-        return x if pair is None or not _fits(x, pair, 1) else (x * pair).to(x.dtype)
+        return x if pair is None or not _fits(x, pair) else (x * pair).to(x.dtype)
 
     def out_of_frame(self, x: Tensor) -> Tensor:
         "Held states as the model knows them: the inverse of `into_frame` but for rounding."
@@ -493,9 +491,10 @@ class Part:
         """Queries [B, Hq, n, d] that read held keys: divided by the pair scale of their KV
         head, where there is one."""
         pair = self.frame.pair
-        if pair is None or not _fits(q, pair, q.shape[1] // max(1, pair.shape[1])):
+        if pair is None or not _fits(q, pair, grouped=True):
             return q
-        rows = q.reshape(len(q), pair.shape[1], -1, q.shape[3])
+        heads, groups = pair.shape[1], q.shape[1] // pair.shape[1]
+        rows = q.reshape(len(q), heads, groups * q.shape[2], q.shape[3])
         return (rows / pair).to(q.dtype).view(q.shape)
 
     def center(self, rows: Tensor | None) -> Tensor | None:
