@@ -167,7 +167,7 @@ OPTIONS = {  # every option that a command line could have before there was type
     "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
     "eval attention": f"--text --windows --length --prompt {EVAL}",
     "calibrate": (
-        "--out --text --windows --length --layers --pair-scale --no-transforms "
+        "--out --text --windows --length --layers --frame --no-transforms "
         f"--no-maps --fasta --recipe --held-out {MODEL} {SHARED}"
     ),
     "recipe": f"RECIPE --bits --sinks --recent {SHARED}",

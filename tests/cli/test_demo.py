@@ -55,10 +55,10 @@ def test_demo_json(demo):
     assert first["top1_agreement"] == 1 and first["perplexity_change"] == 0
     assert first["nbytes"] == demo["prompt_tokens"] * 2 * 2 * 32 * 4
     for r in rows[1:]:
-        with_mean = preset(r["cache"])  # the model has RoPE
-        with_mean = replace(with_mean, key=replace(with_mean.key, center="pre_rope"))
+        framed = preset(r["cache"])  # the model has RoPE
+        key = replace(framed.key, center="pre_rope", pair_scale="frame")
         assert (
-            r["recipe"] == json.loads(with_mean.to_json())
+            r["recipe"] == json.loads(replace(framed, key=key).to_json())
             and r["tokens"] == demo["prompt_tokens"]
         )
         assert (

@@ -138,14 +138,14 @@ def test_windows_that_were_read_stay(call, tiny, tmp_path, monkeypatch):
     "Ctrl-C while the third of eight windows is read: the batch ends, transforms are found."
     whole, n = calibrate.fits.calibrate, [0]
 
-    def reads(model, ids, progress, ended, fit):
+    def reads(model, ids, progress, ended):
         def press():
             progress()
             n[0] += 1
             if n[0] == 3:
                 signal.raise_signal(signal.SIGINT)
 
-        return whole(model, ids, progress=press, ended=ended, fit=fit)
+        return whole(model, ids, progress=press, ended=ended)
 
     from turboquant_nb.calibration import fit
 

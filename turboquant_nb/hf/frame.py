@@ -293,8 +293,6 @@ def find_frame(
     more = {"tokens": len(ids) * (ids.shape[1] - skip), "gain": [], "text": said}
     return Calibration([], provenance(model, ids, skip) | more, tuple(frames))
 
-
-
 # %% ../../nbs/50g_frame.ipynb #50a0000c
 _KEPT, _ONE = WeakKeyDictionary(), threading.RLock()  # model -> {adapters: frame}; one finds
 
