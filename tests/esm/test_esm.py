@@ -42,6 +42,7 @@ from turboquant_nb.esm import (
     variants_of,
 )
 from turboquant_nb.esm.checkpoints import batches
+from turboquant_nb.esm.model import frame_proteins
 from turboquant_nb.esm.mutations import MaskedRows, sampled
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.quant.quantizer import Spec
@@ -373,7 +374,8 @@ def test_attention_adds_no_mean_to_a_token(model, code, name, start, block, monk
 def test_a_chunk_sees_itself_in_order(code, kind):
     """Unless it is told to see all of itself; what a chunk took and gave up changes neither."""
     layers, heads, d = code.key.shape
-    use = {"exact": None, "code": code, "stores": [PLAIN] * layers}[kind]
+    in_stores = codes.FramedRecipe(PLAIN, None, code.key.inv_freq)
+    use = {"exact": None, "code": code, "stores": [in_stores] * layers}[kind]
     past = codes.open_past(use, code.key.shape, torch.tensor([0, 2]), None, torch.float32)
     x = torch.randn(3, 2, heads, 12, d, generator=torch.Generator().manual_seed(2))
     q, k, v = (t[:, :, :4] for t in x)
@@ -469,9 +471,6 @@ def test_an_outlier_lies_where_its_sequence_has_it(code):
 
 
 def test_refusals_of_wrappers_and_states(model, code):
-    for bad in (dict(center="pre_rope"), dict(center="fixed"), dict(pair_scale="frame")):
-        with pytest.raises(ValueError, match="'none' or 'auto', as an ESM model has no frame"):
-            TurboEsm(model, ["k4v4", Recipe(Spec(3, **bad))])
     with pytest.raises(ValueError, match="one recipe for each"):
         TurboEsm(model, ["k3v3"])
     with pytest.raises(TypeError, match="EsmModel"):
@@ -1080,3 +1079,39 @@ def test_every_name_is_found_and_files_need_no_transformers():
     assert len(said) == 2 and all('pip install "turboquant-nb[hf] @ git+' in x for x in said), (
         said
     )
+
+
+def test_a_model_has_one_frame(monkeypatch):
+    """Found by three proteins when a recipe first wants it; keys are coded around its mean, and
+    a recipe without one runs no pass."""
+    model, runs = random_esm(layers=2, seed=5), []
+    with torch.no_grad():
+        for layer in model.esm.encoder.layer:
+            layer.attention.self.key.bias.add_(3.0)
+    own = TurboEsm.run
+    monkeypatch.setattr(TurboEsm, "run", lambda *x, **how: runs.append(1) or own(*x, **how))
+    TurboEsm(model, PLAIN), TurboEsm(model)
+    assert not runs
+    turbo, other = TurboEsm(model, "k3v3"), TurboEsm(model, "k2v2")
+    assert len(runs) == 3 and turbo.code[1].frame is other.code[1].frame
+    recipe, frame = turbo.code[0].recipe, turbo.code[0].frame
+    assert (recipe.key.center, recipe.key.pair_scale) == ("pre_rope", "frame")
+    ids, _ = M.tokens(["MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGT"])
+    wrong = {}
+    for name, center in (("with", "pre_rope"), ("after", "fixed"), ("without", "none")):
+        spec = Spec(3, center=center)
+        with TurboEsm(model, Recipe(spec, Spec(3), sinks=0, recent=0)) as x:
+            x.prefill(ids)
+            store = x.past.stores[0]
+            seen = {}
+            x.run(lambda i, q, k, v, _: seen.setdefault(i, k) is None or (k, v, None), ids)
+            wrong[name] = float((store.read()[0] - seen[0]).norm() / seen[0].norm())
+    assert wrong["with"] < wrong["after"] < wrong["without"], wrong
+    rows = []  # keys before RoPE are what the projection gives
+    for letters in frame_proteins():
+        hidden = model.esm.embeddings(M.tokens([letters])[0])
+        first = model.esm.encoder.layer[0].attention
+        with torch.no_grad():
+            rows.append(first.self.key(first.LayerNorm(hidden))[0, 1:])
+    plain = torch.cat(rows).mean(0).view_as(frame.mean)
+    torch.testing.assert_close(frame.mean, plain, rtol=0, atol=1e-3)
