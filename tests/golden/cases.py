@@ -16,6 +16,8 @@ from transformers import LlamaConfig
 from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache, attend, preset
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf.graphs import counted_by_device
+from turboquant_nb.quant.calibration import Calibration, LayerFrame
+from turboquant_nb.quant.layer_info import read_facts
 
 D, HEADS, GROUP = 32, 2, 2
 ANGLES = 10000.0 ** (-torch.arange(0, D, 2) / D)
@@ -28,11 +30,11 @@ CONFIG = LlamaConfig(
     head_dim=D,
     vocab_size=8,
 )
-MEAN, BEFORE = dict(center="prompt_mean"), dict(center="pre_rope")
+MEAN, BEFORE = dict(center="fixed"), dict(center="pre_rope")
 PRESETS = {name: preset(name) for name in ("k4v4", "k4v3", "k3v3", "k2v2", "k1v1")}
 RECIPES = PRESETS | {
     "nothing exact": Recipe(Spec(4), Spec(2), 0, 0),
-    "means of both": Recipe(Spec(3, **MEAN), Spec(3, **MEAN)),
+    "fixed mean": Recipe(Spec(3, **MEAN), Spec(3)),
     "pre-RoPE mean": Recipe(Spec(3, **BEFORE), Spec(3)),
     "half bits": Recipe(Spec(3.5, **BEFORE), Spec(2.5)),
     "bits by channel": Recipe(Spec((4, 2) * (D // 2)), Spec((1, 3) * (D // 2))),
@@ -45,6 +47,18 @@ RECIPES = PRESETS | {
     "other levels": Recipe(Spec(3), Spec(3, codebook="uniform")),
     "scales in fp32": Recipe(Spec(2, scale_dtype="float32"), Spec(4, scale_dtype="float32")),
 }
+
+
+def frame():
+    "Means near that of the keys, and a pair scale that bf16 holds."
+    gen = np.random.default_rng(58)
+    mean, fixed = np.linspace(-1, 1, D) + gen.standard_normal((2, HEADS, D)) / 4
+    pair = np.tile(1 + gen.integers(-64, 65, (HEADS, D // 2)) / 128, 2)
+    return LayerFrame(*(torch.from_numpy(x.astype(np.float32)) for x in (mean, fixed, pair)))
+
+
+FRAME = frame()
+FOUND = Calibration([], {"about": read_facts(CONFIG)}, (FRAME,))
 
 
 class States:
@@ -216,12 +230,9 @@ CACHE_PATHS = dict(
 
 def of_store(recipe, path, backend="", tokens=80):
     def run(s):
-        needs = "pre_rope" in (recipe.key.center, recipe.value.center) or any(
-            x.center == "auto" for x in (recipe.key, recipe.value)
-        )
-        make = lambda: KVStore(
-            recipe.settled(rope=True), s.shape[1], HEADS, D, inv_freq=ANGLES if needs else None
-        )
+        turns = recipe.settled(FRAME).key.centre.rotates
+        more = dict(inv_freq=ANGLES if turns else None, frame=FRAME)
+        make = lambda: KVStore(recipe, s.shape[1], HEADS, D, **more)
         store, out = PATHS[path](make, s)
         keys, values = store.read()
         out |= {"keys": keys, "values": values}
@@ -234,7 +245,7 @@ def of_store(recipe, path, backend="", tokens=80):
 
 def of_cache(recipe, path, tokens=80, **how):
     def run(s):
-        cache = TurboQuantCache(CONFIG, recipe, **how)
+        cache = TurboQuantCache(CONFIG, recipe, frame=FOUND, **how)
         cache, out = CACHE_PATHS[path](cache, s)
         return [state_of(x.store) for x in cache.coded_layers], out, None
 
@@ -244,7 +255,7 @@ def of_cache(recipe, path, tokens=80, **how):
 def all_cases():
     "name -> (function of states -> (tensors held, outputs, bytes), tokens)."
     for name, recipe in RECIPES.items():
-        if name == "means of both":
+        if name == "fixed mean":
             yield f"{name}, prefill, torch", of_store(recipe, "prefill", "torch")
         else:
             yield f"{name}, prefill", of_store(recipe, "prefill", "auto")

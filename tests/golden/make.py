@@ -5,7 +5,7 @@ where a change of what is stored is meant, and say why in the commit.
 
 Of each case it looks for states of which no number lies near an edge: moved by 5e-6 at random,
 eight times, they must give the same planes. A token that does not is drawn again; where that is
-not enough (what is exact hides its codes, and a mean moves all), the next seed is taken."""
+not enough (what is exact hides its codes), the next seed is taken."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def steady_states(name):
             if not differ:
                 return seed, again
             if not found or len(found) > 20:
-                break  # among exact tokens, or in a mean: another seed
+                break  # among exact tokens: another seed
             gone = 3 if "drafts" in name else 0  # read three places before where it is drawn
             for side, t in found:
                 for at in {t, t + gone} & set(range(tokens)):

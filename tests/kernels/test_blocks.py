@@ -35,7 +35,7 @@ CASES = [  # what `setup` is given, first and last position
     (dict(), 0, 290),
     (dict(center="pre_rope", start=[0, 37], H=2), 0, 290),
     (dict(kb=4, vb=2, d=80, dv=48, tile=64, center="pre_rope", rotary=32, B=1), 70, 285),
-    (dict(rot="transform", H=2, vcenter="prompt_mean", win=100, B=1), 130, 280),
+    (dict(rot="transform", H=2, win=100, B=1), 130, 280),
     (dict(rot="haar", sinks=0, win=0, kb=2, vb=4), 3, 5),
     (dict(residual="sign", center="none"), 128, 256),
     (dict(T=700, evict=300, center="pre_rope", tile=128, B=1), 256, 650),
@@ -150,10 +150,7 @@ def test_pieces_join(d, dtype):
 def test_gpu_chunks(case, options):
     "A chunk of 300 tokens by blocks of 512, decoded by the kernel, against attention on codes."
     q, store, chunk = setup(
-        **(
-            dict(T=2300, n=300, m=300, d=128, G=4, center="prompt_mean", dtype=torch.bfloat16)
-            | case
-        )
+        **(dict(T=2300, n=300, m=300, d=128, G=4, center="fixed", dtype=torch.bfloat16) | case)
     )
     size, ops.BLOCK = ops.BLOCK, 512 * 2 * 2 * q.shape[3]
     try:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.helpers import random_frame
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.clock import flags_of
@@ -85,18 +86,15 @@ def test_random_steps_are_attention_on_codes(seed, kernel):
     )
     key = Spec(
         r.randint(1, 4),
-        center=r.choice(("none", "prompt_mean", "pre_rope")),
+        center=r.choice(("none", "fixed", "pre_rope")),
         codebook=r.choice(("sphere", "uniform")),
         scale_dtype=r.choice(("float16", "bfloat16", "float32")),
     )
-    value = Spec(
-        r.randint(1, 4),
-        rotation=r.choice(("hadamard", "haar")),
-        center=r.choice(("none", "prompt_mean")),
-    )
+    value = Spec(r.randint(1, 4), rotation=r.choice(("hadamard", "haar")))
     recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
     tile, window = r.choice((64, 128, 256)), r.choice((None, 3, 90, 300))
-    store = KVStore(recipe, batch, heads, dk, dv, dtype, tile=tile, inv_freq=FREQ)
+    more = dict(tile=tile, inv_freq=FREQ, frame=random_frame(heads, dk, 2 * len(FREQ), seed))
+    store = KVStore(recipe, batch, heads, dk, dv, dtype, **more)
     store.set_range(start=torch.tensor([r.choice((0, 0, 5, 130)) for _ in range(batch)]))
     new = lambda h, n, d, mean: (torch.randn(batch, h, n, d, generator=g) + mean).to(dtype)
     options = dict(
@@ -128,7 +126,7 @@ def test_windows_give_the_attention_of_the_reference(bits, d, kernel):
         Spec(bits, codebook="trellis", center="pre_rope"), Spec(2, codebook="trellis")
     )
     freq = 1e4 ** (-torch.arange(d // 2) / (d // 2))
-    store = KVStore(recipe, 2, 2, d, inv_freq=freq)
+    store = KVStore(recipe, 2, 2, d, inv_freq=freq, frame=random_frame(2, d, d))
     store.set_range(start=torch.tensor([0, 9]))
     store.append(*torch.randn(2, 2, 2, 300, d, generator=g) + 0.3)
     q = torch.randn(2, 8, 1, d, generator=g)
@@ -187,7 +185,7 @@ def test_nothing_is_seen(kernel):
 
 def test_it_serves_by_itself_and_says_why_it_does_not(monkeypatch, kernel):
     "By itself; without a compiler PyTorch attends and codes, with the reason."
-    store = KVStore("k3v3", 1, 2, 64, inv_freq=FREQ)
+    store = KVStore("k3v3", 1, 2, 64, inv_freq=FREQ, frame=random_frame(2, 64, 2 * len(FREQ)))
     store.append(*torch.randn(2, 1, 2, 300, 64))
     q = torch.randn(1, 4, 1, 64)
     assert ops.select_backend(Call.of(q, store)).backend == "cpu"
@@ -372,13 +370,8 @@ def test_one_token_has_the_codes_of_the_quantizer(seed, kernel):
         scale=r.choice(("mse", "norm", "unbiased")),
         scale_dtype=r.choice(("float16", "bfloat16", "float32")),
     )
-    key = Spec(r.randint(1, 4), center=r.choice(("none", "prompt_mean", "pre_rope")), **kinds)
-    value = Spec(
-        r.randint(1, 4),
-        rotation=r.choice(("hadamard", "haar", "identity")),
-        center=r.choice(("none", "prompt_mean")),
-        **kinds,
-    )
+    key = Spec(r.randint(1, 4), center=r.choice(("none", "fixed", "pre_rope")), **kinds)
+    value = Spec(r.randint(1, 4), rotation=r.choice(("hadamard", "haar", "identity")), **kinds)
     if seed % 4 == 3:
         transform = HeadTransform.of(
             torch.randn(heads, dk, dk, generator=g) + 8 * torch.eye(dk)
@@ -386,6 +379,7 @@ def test_one_token_has_the_codes_of_the_quantizer(seed, kernel):
         key = replace(key, rotation=register_transform(transform).name)
     recipe = Recipe(key, value, sinks=r.choice((0, 4)), recent=r.choice((0, 1, 16)))
     how = dict(static=True, max_length=600) if seed % 2 else {}
+    how["frame"] = random_frame(heads, dk, 2 * len(FREQ), seed)
     more = dict(dtype=dtype, tile=r.choice((16, 64, 256)), inv_freq=FREQ, **how)
     mine, want = (KVStore(recipe, batch, heads, dk, dv, **more) for _ in range(2))
     start = torch.tensor([r.choice((0, 0, 5, 13)) for _ in range(batch)])
@@ -408,7 +402,8 @@ def test_one_token_has_the_codes_of_the_quantizer(seed, kernel):
 
 
 def test_codes_by_two_threads_are_those_of_one(kernel):
-    stores = [KVStore("k3v3", 9, 5, 64, inv_freq=FREQ) for _ in range(2)]
+    frame = random_frame(5, 64, 2 * len(FREQ))
+    stores = [KVStore("k3v3", 9, 5, 64, inv_freq=FREQ, frame=frame) for _ in range(2)]
     chunk, token = torch.randn(2, 9, 5, 70, 64), torch.randn(2, 9, 5, 1, 64)
     for n, store in enumerate(stores, 1):
         store.append(*chunk)
@@ -444,7 +439,7 @@ def test_what_the_quantizer_must_look_at_changes_nothing(spoil, side, kernel):
     "recipe",
     [
         Recipe(Spec(2.5), Spec(3)),
-        Recipe(residual="prod").settled(rope=False),
+        Recipe(residual="prod").settled(),
         Recipe(Spec(3), Spec(4), decay=20),
         Recipe(Spec(2, codebook="trellis"), Spec(3)),
     ],

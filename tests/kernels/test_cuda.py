@@ -1,6 +1,7 @@
 """The same numbers on a GPU as on the processor; skipped where there is none. Runs as a script
 too: python tests/kernels/test_cuda.py."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ except ImportError:  # a machine that has a GPU but no pytest
 
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
@@ -27,20 +29,27 @@ RICH = {  # what a side can be
     "trellis": Recipe(Spec(2, codebook="trellis"), Spec(3, codebook="trellis")),
     "prod": Recipe(residual="prod"),
     "qjl on both sides": Recipe(
-        Spec(4, center="prompt_mean", residual="qjl"), Spec(2, residual="qjl")
+        Spec(4, center="fixed", residual="qjl"), Spec(2, residual="qjl")
     ),
     "sign": Recipe(residual="sign"),
     "rescale": Recipe(residual="rescale"),
     "2.5 bits": as_recipe("k3v3", 2.5),
-    "a number per channel": Recipe(Spec((4, 1, 2, 3) * 16, center="prompt_mean"), Spec(3.25)),
-    "decay": Recipe(Spec(4, center="prompt_mean"), Spec(3), decay=300),
-    "decay of fractions": Recipe(Spec(3.5, center="prompt_mean"), Spec(2.5), decay=300),
+    "a number per channel": Recipe(Spec((4, 1, 2, 3) * 16, center="fixed"), Spec(3.25)),
+    "decay": Recipe(Spec(4, center="fixed"), Spec(3), decay=300),
+    "decay of fractions": Recipe(Spec(3.5, center="fixed"), Spec(2.5), decay=300),
     "decay of signs": Recipe(Spec(4, residual="sign"), Spec((3, 2) * 32), decay=300),
 }
 
 
 def states(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_frame(heads, d, rotary=0):
+    "Means, and a pair scale that is alike in both channels of a RoPE pair."
+    mean, fixed, pair = states(3, heads, d, seed=d)
+    pair[:, rotary // 2 : rotary] = pair[:, : rotary // 2]
+    return LayerFrame(mean if rotary else None, fixed, (pair / 2).exp2())
 
 
 def test_residuals_and_fractions_code_alike():
@@ -71,7 +80,7 @@ def test_rich_stores_read_and_attend_alike():
     """A store filled on the GPU, its copy on the processor: the same bits, and attention on
     both equals dense attention over what is read."""
     for name, recipe in RICH.items():
-        store = KVStore(recipe, 2, 3, 64, device=DEVICE)
+        store = KVStore(recipe, 2, 3, 64, device=DEVICE, frame=random_frame(3, 64))
         store.set_range(start=torch.tensor([0, 5]))
         for n in (700, 1, 7):  # with decay 300 the first tile has lost its last plane
             store.append(
@@ -351,8 +360,9 @@ def test_no_dense_copy_of_the_past_is_made(monkeypatch):
         "turboquant_nb.kernels.ops.BLOCK", 2 * 2 * 64 * 2048
     )  # blocks of 2,048 tokens, as of a larger model
     model = llama(torch.bfloat16, layers=2)
+    plain = preset("k3v3")
     for recipe, biases in (
-        (preset("k3v3").settled(rope=False), 0),
+        (replace(plain, key=replace(plain.key, center="fixed")), 0),
         ("k3v3", 4 * (2 * 2 * 4) * 100_096),
     ):
         check_peaks(model, recipe, biases)
@@ -712,6 +722,7 @@ def test_a_store_on_another_gpu_than_the_current_one():
                 dtype=torch.bfloat16,
                 device=device,
                 inv_freq=10000.0 ** (-torch.arange(0, 128, 2) / 128),
+                frame=random_frame(2, 128, 128),
             ),
             [],
         )

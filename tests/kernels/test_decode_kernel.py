@@ -113,11 +113,8 @@ FEATURES = [
     (dict(T=21), {}),
     (dict(T=257), {}),
     (dict(T=600), dict(splits=7)),
-    (dict(rot="haar", vcenter="prompt_mean"), {}),
-    (
-        dict(rot="transform", H=2, center="pre_rope", n=3, m=3, vcenter="prompt_mean"),
-        dict(softcap=9.0),
-    ),
+    (dict(rot="haar"), {}),
+    (dict(rot="transform", H=2, center="pre_rope", n=3, m=3), dict(softcap=9.0)),
     (dict(rot="transform", H=2, center="none", G=5), dict(sliding_window=50)),
     (dict(rot="transform", static=True, dtype=torch.bfloat16), {}),
     (dict(residual="sign", scale_dtype="float32"), {}),
@@ -1041,7 +1038,7 @@ GPU = [
     *((dict(d=d, dv=e), {}) for d, e in ((96, 128), (128, 80), (256, 144), (512, 320))),
     *((dict(d=512, G=8, kb=b, vb=b, center="pre_rope"), {}) for b in (2, 3, 4)),
     (dict(d=512, G=8, center="pre_rope", rotating=64), {}),
-    (dict(d=512, G=8, vcenter="prompt_mean", dtype=torch.bfloat16), dict(sliding_window=300)),
+    (dict(d=512, G=8, dtype=torch.bfloat16), dict(sliding_window=300)),
     *((dict(G=g), {}) for g in (1, 2, 3, 7, 8, 16)),
     *((dict(n=n), {}) for n in (2, 5, 16)),
     *((dict(n=n, m=n), {}) for n in (1, 3, 16)),
@@ -1058,9 +1055,9 @@ GPU = [
             *((dict(G=g), {}) for g in (1, 3, 8, 16)),
             (dict(n=16, m=16), dict(sliding_window=300)),
             (dict(n=3, start=[290, 5], end=[990, 1000]), {}),
-            (dict(rot="haar", vcenter="prompt_mean"), dict(softcap=5.0)),
+            (dict(rot="haar"), dict(softcap=5.0)),
             (dict(rot="transform", d=64), {}),
-            (dict(T=20_000, center="pre_rope", vcenter="prompt_mean"), dict(splits=3)),
+            (dict(T=20_000, center="pre_rope"), dict(splits=3)),
             (dict(T=20_000, d=64, G=8, dtype=torch.bfloat16), {}),
             (dict(static=True, sinks=0, win=0), {}),
             (dict(kb=3, T=257), {}),
@@ -1144,7 +1141,7 @@ def test_gpu_repeats():
     """Later calls on a store repeat launches; they see tokens that arrived, a store that grew,
     was cropped or padded, and other chunks."""
     for center, rot in (
-        ("prompt_mean", "hadamard"),
+        ("fixed", "hadamard"),
         ("pre_rope", "hadamard"),
         ("pre_rope", "transform"),
     ):
@@ -1178,9 +1175,9 @@ def test_gpu_overlapping_launches():
     pause, and one at a time."""
     for center, tokens, batch in (
         ("pre_rope", 30000, 2),
-        ("prompt_mean", 30000, 2),
+        ("fixed", 30000, 2),
         ("pre_rope", 300, 64),
-        ("prompt_mean", 300, 64),
+        ("fixed", 300, 64),
     ):
         _, store, _ = setup(
             d=128, G=4, B=batch, T=tokens, center=center, rot="transform", dtype=torch.bfloat16

@@ -15,7 +15,7 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, tail_with
-from tests.helpers import attended_store
+from tests.helpers import attended_store, random_frame
 
 CUDA = torch.cuda.is_available()
 # who serves a step on a processor: the compiled kernel, where there is a compiler
@@ -88,13 +88,20 @@ CHUNKS = [  # of a recipe, a call, where two sequences begin, dtype, tokens of a
 ]
 KINDS = {
     "plain": Recipe(),
-    "mean": Recipe(key=Spec(center="prompt_mean"), value=Spec(center="prompt_mean")),
+    "mean": Recipe(key=Spec(center="fixed")),
     "qjl": Recipe(residual="prod"),
     "bits": Recipe(key=Spec(bits=2.5)),
     "decay": Recipe(decay=256),
     "exact": Recipe(sinks=3, recent=100),
     "pre_rope": Recipe(key=Spec(center="pre_rope")),
 }
+
+
+def around(kind):
+    "A frame of keys, and frequencies of RoPE where a mean turns."
+    if kind != "pre_rope":
+        return dict(frame=random_frame(2, 64))
+    return dict(frame=random_frame(2, 64, 64), inv_freq=1e4 ** -(torch.arange(32) / 32))
 
 
 @pytest.mark.parametrize("kind, call, start, dtype, block", CHUNKS)
@@ -105,8 +112,7 @@ def test_long_chunks_are_the_reference(kind, call, start, dtype, block, monkeypa
     device = "cuda" if CUDA else "cpu"
     g = torch.Generator().manual_seed(0)
     new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device, dtype)
-    rope_table = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
-    store = KVStore(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **rope_table)
+    store = KVStore(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **around(kind))
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
@@ -278,8 +284,7 @@ def test_the_look_up_is_asked_again_when_tiles_are_truncated_or_sequences_end():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
     "By look-up where a code has one table; fractions, signs and lost planes by the reference."
-    more = dict(inv_freq=1e4 ** -(torch.arange(32) / 32)) if kind == "pre_rope" else {}
-    store = KVStore(KINDS[kind], 2, 2, 64, **more)
+    store = KVStore(KINDS[kind], 2, 2, 64, **around(kind))
     store.append(*torch.randn(2, 2, 2, 600, 64, generator=torch.Generator().manual_seed(0)))
     q = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1))
     table = kind not in ("qjl", "bits", "decay")
@@ -321,7 +326,8 @@ class Dense(attention.Backend):
 
     def run(self, call):
         attention.check_call(call)
-        states = [x.float() for x in call.store.read()]
+        k, v = call.store.read()
+        states = [call.store.key.into_frame(k.float()), v.float()]  # as the call's queries are
         for x, new in zip(states, (call.k, call.v)):
             if new is not None:
                 x[:, :, x.shape[2] - new.shape[2] :] = new
