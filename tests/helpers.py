@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.quant.calibration import LayerFrame
+from turboquant_nb.quant.calibration import Calibration, LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.rotation import Transform
@@ -447,6 +447,16 @@ def generate(model, inputs, attention, recipe="k4v4", cache=None, padding=True, 
         **inputs,
         **{"max_new_tokens": 8, "do_sample": False, "past_key_values": cache, **kwargs},
     ), cache
+
+
+def given_frame(source, seed=0):
+    "A random frame of a model or of its config, another one in each layer."
+    from turboquant_nb.hf import ModelInfo
+
+    info = ModelInfo(source)
+    of = lambda x: random_frame(x.heads, x.key_size, x.rotary_size, 100 * seed + x.index)
+    frames = tuple(LayerFrame() if x.latent else of(x) for x in info.coded)
+    return Calibration([], {"about": info.facts, "tokens": 0, "gain": []}, frames)
 
 
 def exact_recipe():

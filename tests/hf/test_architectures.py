@@ -10,6 +10,7 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from eval import architectures
+from tests.helpers import given_frame
 from turboquant_nb import results
 from turboquant_nb.hf import TurboQuantCache
 
@@ -71,7 +72,7 @@ def test_an_encoder_is_refused(name):
 def test_a_gemma_that_looks_both_ways_is_refused(name):
     "Whether the model is asked or its configuration."
     config = architectures.small(name).config
-    TurboQuantCache(config)
+    TurboQuantCache(config, frame=given_frame(config))
     config.use_bidirectional_attention = True
     for source in (config, getattr(transformers, name)(config)):
         with pytest.raises(ValueError, match="attends to later tokens too.*bidirectional"):

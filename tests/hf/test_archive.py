@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.helpers import generate, prompt, tiny
+from tests.helpers import generate, given_frame, prompt, tiny
 from tests.hf.test_hf_kernels import Largest
 from turboquant_nb import files
 from turboquant_nb.cache.disk import state_of, store_of
@@ -33,8 +33,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 RECIPES = {name: name for name in ("k4v4", "k3v3", "k2v2-trellis")} | {
     "fractions": Recipe(Spec(2.5), Spec(3.5)),
     "residual": Recipe(Spec(3, residual="qjl"), Spec(2), sinks=2, recent=5),
-    "pair scale": Recipe(Spec(3, center="pre_rope", pair_scale="prompt"), Spec(3)),
-    "means": Recipe(Spec(3, center="prompt_mean"), Spec(4, center="prompt_mean")),
+    "pair scale": Recipe(Spec(3, center="pre_rope", pair_scale="frame"), Spec(3)),
+    "mean": Recipe(Spec(3, center="fixed"), Spec(4)),
     "bare": Recipe(Spec(4, rotation="identity"), Spec(4), sinks=0, recent=0),
     "decay": Recipe(Spec(4), Spec(3), decay=260),
 }
@@ -42,7 +42,8 @@ RECIPES = {name: name for name in ("k4v4", "k3v3", "k2v2-trellis")} | {
 
 def filled(**how):
     "A cache of nine tokens of two rows, the first padded."
-    cache, ids = TurboQuantCache(CONFIG, "k4v3", **how), torch.ones(2, 9, dtype=torch.long)
+    cache = TurboQuantCache(CONFIG, "k4v3", frame=given_frame(CONFIG), **how)
+    ids = torch.ones(2, 9, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     model = transformers.LlamaForCausalLM(CONFIG).eval()
@@ -230,7 +231,8 @@ def test_a_sliding_layer_that_grows_gets_no_room_for_a_whole_text(static, tmp_pa
         sliding_window=16,
     )
     how = dict(max_length=60, static=True) if static else {}
-    cache, g = TurboQuantCache(config, "k4v3", **how), torch.Generator().manual_seed(0)
+    cache = TurboQuantCache(config, "k4v3", frame=given_frame(config), **how)
+    g = torch.Generator().manual_seed(0)
     for i in range(2):
         cache.update(*(torch.randn(1, 1, 40, 16, generator=g) for _ in "kv"), i)
     cache.save(tmp_path / "cache")

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 from turboquant_nb.hf import TurboQuantCache, turboquant_attention
 from turboquant_nb.quant.layer_info import LayerInfo, register_family
 from turboquant_nb.theory.rope import apply_rope
-from tests.helpers import exact_recipe
+from tests.helpers import exact_recipe, given_frame
 
 
 class Toy(torch.nn.Module):
@@ -58,8 +58,11 @@ def test_a_family_of_ones_own():
     config = transformers.PreTrainedConfig(depth=3, n_q=4, n_kv=2, look_back=8)
     config.model_type, config._attn_implementation = "toy", "turboquant"
     model, ids = Toy(config).eval(), torch.randint(32, (1, 44))
-    exact, coded = TurboQuantCache(model, exact_recipe()), TurboQuantCache(model, "k3v3")
-    whole = model(ids, TurboQuantCache(model, exact_recipe()))  # a prompt is exact
+    with pytest.raises(ValueError, match="toy could not read token ids .* frame= must give"):
+        TurboQuantCache(model, "k3v3")  # it is none of transformers
+    new = lambda recipe: TurboQuantCache(model, recipe, frame=given_frame(model))
+    exact, coded = new(exact_recipe()), new("k3v3")
+    whole = model(ids, new(exact_recipe()))  # a prompt is exact
     steps = [model(x, exact) for x in (ids[:, :20], *ids[:, 20:].split(1, 1))]
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=0)
     token = model(ids, coded)[:, -1:].argmax(-1)

@@ -18,7 +18,7 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.cpu import Library
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.quant.quantizer import Spec
-from tests.helpers import prompt, tiny
+from tests.helpers import given_frame, prompt, tiny
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 LORA = dict(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
@@ -172,7 +172,8 @@ def test_the_first_chunk_passes_its_gradient_on_and_a_later_one_is_refused():
 def test_gradient_checkpointing_is_refused(of_model):
     model = alone(tiny()).train()
     model.gradient_checkpointing_enable()
-    cache = TurboQuantCache(model if of_model else model.config)
+    how = {} if of_model else dict(frame=given_frame(model))
+    cache = TurboQuantCache(model if of_model else model.config, **how)
     with pytest.raises(ValueError, match="gradient checkpointing takes every cache away"):
         model(IDS, past_key_values=cache)
     assert cache.get_seq_length() == 0
@@ -184,7 +185,8 @@ def test_gradient_checkpointing_is_refused(of_model):
 
 def made_from(what, model):
     "A cache of the model, of its config, or of a model that was copied."
-    return TurboQuantCache(dict(model=model, config=model.config, copied=tiny())[what])
+    how = dict(frame=given_frame(model)) if what == "config" else {}
+    return TurboQuantCache(dict(model=model, config=model.config, copied=tiny())[what], **how)
 
 
 @pytest.mark.parametrize("what", ("model", "config", "copied"))
@@ -220,7 +222,7 @@ def test_what_one_model_read_another_does_not_go_on_with():
 @pytest.mark.parametrize("of", (lambda m: m, lambda m: m.config, lambda m: m.base_model.model))
 def test_adapters_are_not_switched_within_a_text(of):
     model = adapted()
-    cache = TurboQuantCache(of(model))
+    cache = TurboQuantCache(of(model), frame=given_frame(tiny()))
     with torch.no_grad():
         model(IDS, past_key_values=cache)
         refused = pytest.raises(ValueError, match=r"of adapters \['default'\], and \[\] take")
@@ -300,7 +302,7 @@ def test_the_layers_that_cannot_are_named():
     )
     with pytest.raises(ValueError, match=r"d = 512, in layers \[1, 3\]"):
         TurboQuantCache(config, "k3v3-trellis")
-    TurboQuantCache(config, ["k3v3-trellis", "k3v3"] * 2)
+    TurboQuantCache(config, ["k3v3-trellis", "k3v3"] * 2, frame=given_frame(config))
 
 
 @pytest.mark.parametrize("change", (dict(n_head=0), dict(num_key_value_heads=0)))

@@ -15,11 +15,14 @@ from transformers.cache_utils import Cache
 
 from turboquant_nb.cache.store import expected_nbytes
 from turboquant_nb.hf import TurboQuantCache, TurboQuantLayer, layer_frequencies
+from turboquant_nb.hf.frame import find_frame
+from turboquant_nb.quant.calibration import Calibration, LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.testing import same
 from turboquant_nb.theory import centre
 from tests.helpers import (
+    given_frame,
     BASE,
     HYBRID,
     MODES,
@@ -88,7 +91,8 @@ def test_family(name):
         model.set_attn_implementation(attention)
         saved._attn_implementation = taken = model.config._attn_implementation
         reading = "auto" if taken == "turboquant" else "dense"
-        cache = TurboQuantCache(saved, exact_recipe(), attention=reading)
+        how = dict(attention=reading, frame=find_frame(model))
+        cache = TurboQuantCache(saved, exact_recipe(), **how)
         exact, _ = generate(model, inputs, attention, cache=cache)
         assert torch.equal(exact, own), attention
         coded, cache = generate(model, inputs, attention, padding=False)
@@ -256,7 +260,7 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
     """A cache made from a config serves prompt lookup all the same; the one call that it would
     listen to is left alone."""
     model = tiny()
-    cache = TurboQuantCache(model.config, "k3v3")
+    cache = TurboQuantCache(model.config, "k3v3", frame=given_frame(model))
     inputs = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
     generate(model, inputs, "turboquant", cache=cache, prompt_lookup_num_tokens=4)
     generate(model, inputs, "turboquant", "k3v3", prompt_lookup_num_tokens=4)
@@ -322,11 +326,11 @@ def test_a_state_beside_codes_follows_them(tmp_path):
 # ------------------------------------------------------------------
 
 
-PRE_ROPE = Recipe(Spec(4, center="pre_rope"), Spec(4, center="prompt_mean"), 2, 5)
+PRE_ROPE = Recipe(Spec(4, center="pre_rope"), Spec(4), 2, 5)
 RICH = {  # beyond the presets; what they need at head size 8
-    "none": Recipe(Spec(3, center="prompt_mean"), Spec(4), residual="none"),
-    "prod": Recipe(Spec(3, center="prompt_mean"), Spec(4), residual="prod"),
-    "rescale": Recipe(Spec(3, center="prompt_mean"), Spec(4), residual="rescale"),
+    "none": Recipe(Spec(3, center="fixed"), Spec(4), residual="none"),
+    "prod": Recipe(Spec(3, center="fixed"), Spec(4), residual="prod"),
+    "rescale": Recipe(Spec(3, center="fixed"), Spec(4), residual="rescale"),
     "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")),
     "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
     "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)),
@@ -445,7 +449,7 @@ AXES = {
 
 
 @pytest.mark.parametrize("name", AXES)
-def test_multi_axis_rope_takes_the_prompts_mean(name):
+def test_multi_axis_rope_takes_the_mean_after_it(name):
     """Such a model gives three positions for a token of a video; a mean before RoPE that
     rotates by the place in the store would be wrong. Before, presets took it for Qwen-VL."""
     config = getattr(transformers, name + "Config")(
@@ -455,7 +459,8 @@ def test_multi_axis_rope_takes_the_prompts_mean(name):
     )
     found, why = layer_frequencies(config)
     assert set(found) == {None} and "several positions" in why
-    assert all(r.key.center == "prompt_mean" for r in TurboQuantCache(config, "k3v3").recipes)
+    cache = TurboQuantCache(config, "k3v3", frame=given_frame(config))
+    assert all(r.key.center == "fixed" for r in cache.recipes)
     with pytest.raises(ValueError, match="several positions of each token"):
         TurboQuantCache(config, PRE_ROPE)
 
@@ -545,10 +550,8 @@ def test_presets_ask_every_kind_of_model(kind, why):
         pytest.skip("not in this transformers")
     config = transformers.CONFIG_MAPPING[kind]()
     if not why:
-        assert TurboQuantCache(config, "k3v3").recipes[0].key.center in (
-            "prompt_mean",
-            "pre_rope",
-        )
+        cache = TurboQuantCache(config, "k3v3", frame=given_frame(config))
+        assert cache.recipes[0].key.center in ("fixed", "pre_rope")
         return
     with pytest.raises(ValueError, match=why):
         TurboQuantCache(config, "k3v3")
@@ -712,7 +715,8 @@ def test_recipe_per_layer():
     model = tiny("qwen3_next", num_hidden_layers=4, **layers)
     recipes = ["k4v4", Recipe(Spec(3), Spec(2.5), residual="rescale")]
     cache = TurboQuantCache(model, recipes)  # two of the four layers hold keys and values
-    settled = [as_recipe(r).settled(rope=True) for r in recipes]
+    settled = [as_recipe(r).settled(x) for r, x in zip(recipes, cache.frame.frames)]
+    assert settled[0].key.center == "pre_rope" and settled[0].key.pair_scale == "frame"
     assert [x.recipe for x in cache.coded_layers] == cache.recipes == cache.recipe == settled
     inputs = prompt(1, 20, padded=False)
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
@@ -727,7 +731,7 @@ def test_recipe_per_layer():
     with pytest.raises(ValueError, match="k9v9"):
         TurboQuantCache(model, ["k3v3", "k9v9"])
     same_for_all = TurboQuantCache(model, ("k4v4", "k4v4"), bits=2.5)
-    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(rope=True)
+    assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(cache.frame.frames[0])
 
 
 # --- bytes: everything counted, nothing hidden
@@ -736,7 +740,7 @@ def test_recipe_per_layer():
 
 def walk(obj, seen=None):
     """All tensors that the cache reaches through attributes and containers, the model's
-    configuration left out."""
+    configuration and its frame, which all caches share, left out."""
     seen = {} if seen is None else seen
     if id(obj) in seen or isinstance(
         obj, (str, bytes, int, float, type(None), type, torch.dtype, torch.device)
@@ -751,7 +755,7 @@ def walk(obj, seen=None):
         items = list(obj)
     elif (
         hasattr(obj, "__dict__")
-        and not isinstance(obj, transformers.PreTrainedConfig)
+        and not isinstance(obj, (transformers.PreTrainedConfig, Calibration, LayerFrame))
         and not callable(obj)
     ):
         items = list(vars(obj).values())
@@ -785,7 +789,10 @@ def test_report_counts_every_tensor(name, attention, monkeypatch):
         assert str(cache.report()) == "TurboQuantCache: empty" and cache.report()["nbytes"] == 0
         cache.set_padding(inputs["attention_mask"])
         model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
-        r = cache.report()
+        r, again = cache.report(), copy.deepcopy(cache)
+        for other in (again, TurboQuantCache(model, "k3v3")):
+            assert other.frame is cache.frame  # the model's, for all of its caches
+        assert all(x.frame is y.frame for x, y in zip(again.layers, cache.layers))
         assert r["nbytes"] == walk_bytes(cache) == sum(r["parts"].values()), (
             r["parts"],
             walk_bytes(cache),
@@ -1022,7 +1029,10 @@ def test_constructor_arguments():
     ):
         with pytest.raises(error, match=name):
             TurboQuantCache(model, **kwargs)
-    a, b = TurboQuantCache(model, bits=2), TurboQuantCache(model.config, "k3v3")
+    a, b = (
+        TurboQuantCache(model, bits=2),
+        TurboQuantCache(model.config, "k3v3", frame=given_frame(model)),
+    )
     assert (
         a.recipe.key.bits == a.recipe.value.bits == 2 and isinstance(b, Cache) and len(b) == 2
     )

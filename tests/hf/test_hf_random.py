@@ -7,12 +7,13 @@ with TURBOQUANT_SLOW=1; 10,000 before a release)."""
 import copy
 import os
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.cache.test_broken_off import ERRORS, Lines
-from tests.helpers import SLOW
+from tests.helpers import SLOW, given_frame
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("hypothesis")
@@ -28,7 +29,6 @@ from turboquant_nb.quant.quantizer import Coded, Spec, decode
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.memory import TruncatedCode
 from turboquant_nb.cache.store import expected_nbytes
-from turboquant_nb.theory.centre import prompt_mean
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -39,13 +39,15 @@ HEADS, GROUP, D, WINDOW = (
     20,
 )  # WINDOW: of the sliding layer 0; layer 1 sees everything
 RECIPES = {
-    "k3v3": Recipe(sinks=2, recent=5).settled(rope=False),
-    "no recent tokens": Recipe(Spec(4, center="prompt_mean"), Spec(2), sinks=0, recent=0),
+    "k3v3": Recipe(Spec(center="fixed"), sinks=2, recent=5),
+    "no recent tokens": Recipe(Spec(4, center="fixed"), Spec(2), sinks=0, recent=0),
     "signs": Recipe(Spec(3, residual="sign"), Spec(3), sinks=1, recent=3),
-    "qjl": Recipe(Spec(3, residual="qjl", center="prompt_mean"), Spec(4), sinks=1, recent=7),
+    "qjl": Recipe(Spec(3, residual="qjl", center="fixed"), Spec(4), sinks=1, recent=7),
     "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=16),
-    "decay": Recipe(Spec(4, center="prompt_mean"), Spec(3), sinks=2, recent=4, decay=30),
+    "decay": Recipe(Spec(4, center="fixed"), Spec(3), sinks=2, recent=4, decay=30),
     "pre_rope": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
+    "pair scale": Recipe(Spec(3, pair_scale="frame"), Spec(3), sinks=2, recent=5),
+    "all of a frame": Recipe(sinks=1, recent=4),
 }
 
 
@@ -65,16 +67,21 @@ def config():
     return c
 
 
+def frames():
+    "A random frame of both layers, whose pair scales are powers of two: no key is rounded."
+    held = given_frame(config())
+    plain = lambda x: replace(x, pair=x.pair.log2().round().exp2())
+    return replace(held, frames=tuple(map(plain, held.frames)))
+
+
 class Dense:
     "One side of one layer: what every token was, and what is left of it once it is coded."
 
-    def __init__(self, spec, recipe, starts, freq):
-        self.q, self.recipe, self.starts, self.mean = (
-            make_quantizer(spec, D),
-            recipe,
-            starts,
-            None,
-        )
+    def __init__(self, spec, recipe, starts, freq, frame):
+        self.q, self.recipe, self.starts = make_quantizer(spec, D), recipe, starts
+        self.pair = frame.pair[:, None] if spec.pair_scale == "frame" else torch.ones(())
+        mean = dict(none=None, fixed=frame.fixed, pre_rope=frame.mean)[spec.center]
+        self.mean = None if mean is None else (mean[:, None] * self.pair).bfloat16().float()
         self.freq = freq if spec.center == "pre_rope" else None
         self.exact = self.coded = self.truncated = torch.zeros(len(starts), HEADS, 0, D)
         self.fresh = torch.zeros(
@@ -84,32 +91,21 @@ class Dense:
         # tokens
         self.tail = None
 
-    def rotate(self, x, n, back):
-        "As RoPE rotates the next n tokens of each row, or back."
+    def rotate(self, x, n):
+        "As RoPE rotates the next n tokens of each row."
         if self.freq is None:
             return x
         at = torch.arange(n) + self.exact.shape[2] - torch.tensor(self.starts)[:, None]
         angle = at.clamp(min=0)[:, None, :, None].float() * self.freq
-        c, s = (
-            f(angle).half().float() * (-1 if back and f is torch.sin else 1)
-            for f in (torch.cos, torch.sin)
-        )
+        c, s = (f(angle).half().float() for f in (torch.cos, torch.sin))
         a, b = x.float().chunk(2, -1)
         return torch.cat([a * c - b * s, b * c + a * s], -1)
 
     def append(self, x):
-        if self.mean is None and self.q.spec.center != "none":
-            skips, still = (
-                [s + self.recipe.sinks for s in self.starts],
-                self.rotate(x, x.shape[2], True),
-            )
-            self.mean = torch.cat(
-                [prompt_mean(still[i : i + 1], s) for i, s in enumerate(skips)]
-            )
-        center = None if self.mean is None else self.rotate(self.mean, x.shape[2], False)
+        center = None if self.mean is None else self.rotate(self.mean, x.shape[2])
         mean = 0 if center is None else center.float()
-        coded = self.q.encode(x, center, "x")
-        back = lambda q, c: q.rotation.inverse(q.decode_rotated(c)) + mean
+        coded = self.q.encode(x * self.pair, center, "x")
+        back = lambda q, c: (q.rotation.inverse(q.decode_rotated(c)) + mean) / self.pair
         truncated = coded = back(self.q, coded), coded
         if self.recipe.decay is not None:
             old = make_quantizer(self.q.spec, D)
@@ -151,7 +147,6 @@ class Dense:
         self.exact, self.coded, self.truncated = (
             x[index] for x in (self.exact, self.coded, self.truncated)
         )
-        self.mean = None if self.mean is None else self.mean[index]
         self.starts, self.tail = [self.starts[i] for i in index], None
 
     def is_exact(self):
@@ -208,15 +203,15 @@ class Machine(RuleBasedStateMachine):
             torch.Generator().manual_seed(seed),
         )
         starts = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch))
-        self.cache = TurboQuantCache(self.config, self.recipe)
+        self.cache, held = TurboQuantCache(self.config, self.recipe, frame=frames()), frames()
         self.cache.set_padding((torch.arange(10) >= torch.tensor(starts)[:, None]).long())
         freqs = layer_frequencies(self.config).by_layer
         self.dense = [
             [
-                Dense(spec, self.recipe, starts, freq)
-                for spec in (self.recipe.key, self.recipe.value)
+                Dense(spec, self.recipe, starts, freq, frame)
+                for spec in (layer.recipe.key, layer.recipe.value)
             ]
-            for freq in freqs
+            for freq, frame, layer in zip(freqs, held.frames, self.cache.layers)
         ]
         self.length = self.longest = 0
         self.take(data.draw(st.sampled_from([10, 11, 35, 300])), True)
@@ -256,11 +251,13 @@ class Machine(RuleBasedStateMachine):
             names = ("key", "value")
             center = lambda name: layer.store.center(name, visible, self.length)
             coded = [
-                decode(
-                    s.q,
-                    layer.store.coded(name, visible, self.length),
-                    center(name),
-                    torch.float32,
+                s.out_of_frame(
+                    decode(
+                        s.q,
+                        layer.store.coded(name, visible, self.length),
+                        center(name),
+                        torch.float32,
+                    )
                 )
                 for s, name in zip(layer.store.parts, names)
             ]
@@ -409,7 +406,7 @@ test_random_sequences = pytest.mark.usefixtures("one_thread")(Machine.TestCase)
 def test_out_of_memory_in_a_cache(held):
     """A layer that failed is as before; the layers before it have taken the chunk, and
     `recover` gives it back. (test_broken_off.py: each line of an append.)"""
-    cache = TurboQuantCache(config(), RECIPES["k3v3"])
+    cache = TurboQuantCache(config(), RECIPES["k3v3"], frame=frames())
     g = torch.Generator().manual_seed(0)
     states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]
     for i in range(2 if held else 0):
@@ -430,7 +427,7 @@ def test_out_of_memory_in_a_cache(held):
 def test_rows_of_several_layers_that_are_broken_off(change):
     """A layer has its old rows or its new ones, with their starts; after a reorder all layers
     have the same, whichever of them was broken off."""
-    cache = TurboQuantCache(config(), RECIPES["k3v3"])
+    cache = TurboQuantCache(config(), RECIPES["k3v3"], frame=frames())
     cache.set_padding(torch.tensor([[0] * 3 + [1] * 17, [1] * 20]))
     g = torch.Generator().manual_seed(0)
     for i in range(2):

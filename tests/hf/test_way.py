@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import turboquant_nb
-from tests.helpers import exact_recipe, prompt, tiny
+from tests.helpers import exact_recipe, given_frame, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import layer as hf_layer
 from turboquant_nb.hf import hooks
@@ -244,7 +244,7 @@ def test_a_second_thread_is_refused_and_nothing_is_mixed():
     model, inputs = tiny(), prompt(2, 24)
     want = own(model, inputs)
     for source in (model, model.config):
-        cache, said = TurboQuantCache(source, exact_recipe()), []
+        cache, said = TurboQuantCache(source, exact_recipe(), frame=given_frame(model)), []
 
         def meanwhile(module, args):
             def other():
@@ -360,7 +360,8 @@ def test_autocast(name, half):
         assert caches[which].layers[0].store.dtype == half
         assert float((out[which] - out["own"]).abs().max()) < size, which
     coded = [TurboQuantCache(model, "k4v4") for _ in range(2)]
-    keys, values = torch.randn(2, 1, 2, 30, 8, generator=torch.Generator().manual_seed(0))
+    heads, g = caches["codes"].layers[0].store.heads, torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, heads, 30, 8, generator=g)
     coded[0].update(keys.to(half), values.to(half), 0)
     with torch.autocast("cpu", half):
         coded[1].update(keys, values, 0)

@@ -15,6 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from ..files import Saved, read_file, write_file
 from .cache import TurboQuantCache
 from .layer import TurboQuantLayer
+from .report import came_from
 from turboquant_nb.hf.model_info import (
     ModelInfo,
     _recipes_from_json,
@@ -68,6 +69,7 @@ def save(self: TurboQuantCache, path, more: dict | None = None) -> None:
         stores.append(header)
     about = {"model_type": self.config.model_type, "facts": _facts(self.info), "stores": stores}
     about |= {"recipe": _recipes_to_json(self.recipes), "layers": len(self.layers)}
+    about["frame"] = came_from(self.frame)
     about["static"] = any(x.clock.fixed for x in self.coded_layers)
     if whose := self.weights:
         about["weights"] = whose
@@ -214,7 +216,8 @@ def from_states(
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     frames = tuple(x.frame for x in stores)
-    frame = Calibration([], {"about": read_facts(info.config)}, frames)
+    about = {"about": read_facts(info.config), "text": header.get("frame")}
+    frame = Calibration([], about, frames)
     how = dict(max_length=max_length, frame=frame) | clock.settings
     cache = cls(model_or_config, recipes, **how)
     _check_whose(header, cache, path)

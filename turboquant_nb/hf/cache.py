@@ -124,7 +124,7 @@ def _frame_for(info, recipes, model, frame, calibration, tokenizer) -> Calibrati
             "model, or frame=find_frame(model), or a recipe with center='none' and "
             "pair_scale='none'"
         )
-    return frame_of(model, tokenizer)
+    return frame_of(model, tokenizer, info)
 
 # %% ../../nbs/51_cache.ipynb #01c4c5d7
 def _checkpoints(model) -> bool:

@@ -294,51 +294,71 @@ def find_frame(
     return Calibration([], provenance(model, ids, skip) | more, tuple(frames))
 
 # %% ../../nbs/50g_frame.ipynb #50a0000c
-_KEPT, _ONE = WeakKeyDictionary(), threading.RLock()  # model -> {adapters: frame}; one finds
+# model -> {(adapters, its layers): frame}; one thread finds
+_KEPT, _ONE = WeakKeyDictionary(), threading.RLock()
+
+
+def _digest_of(model, info: ModelInfo) -> str | None:
+    """By what a frame is kept on disk: the weights, and how layers read them, such as by which
+    RoPE. None for weights that lie in several processes: all of these must find it together."""
+    if any(hasattr(x, "device_mesh") for x in model.parameters()):
+        return None
+    said = weights_of(model)["digest"] + repr(info.layers)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def _file_of(digest: str, said: str) -> Path:
-    "Where the frame of weights with this digest is kept. Raises OSError as `cache_dir`."
+    "Where a frame is kept. Raises OSError as `cache_dir`."
     kind = "text" if said == TEXT else "drawn"
     return cache_dir() / "frames" / f"{digest}-{kind}.safetensors"
 
 
-def _load_kept(model, digest: str, said: str) -> Calibration | None:
+def _load_kept(info: ModelInfo, digest: str | None, said: str) -> Calibration | None:
     "What was kept on disk, if it is whole and this model's."
+    if digest is None:
+        return None
     with suppress(OSError, ValueError):
         found = load_calibration(_file_of(digest, said))
-        found.check(model.config)
-        whole = len(found.frames) == len(ModelInfo(model).coded)
+        found.check(info.config)
+        whole = len(found.frames) == len(info.coded)
         return found if whole and found.header.get("text") == said else None
     return None
 
 
-def _found_or_kept(model, tokenizer) -> Calibration:
+def _found_or_kept(model, info: ModelInfo, tokenizer) -> Calibration:
     "What lies on disk, of the text if it can be; else what is found now, which is kept there."
-    digest = weights_of(model)["digest"]
-    found = _load_kept(model, digest, TEXT)
+    digest = _digest_of(model, info)
+    found = _load_kept(info, digest, TEXT)
     if found is None:
         tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
-        found = None if tokenizer is not None else _load_kept(model, digest, DRAWN)
-    if found is None:
-        found = find_frame(model, tokenizer=tokenizer)
-        with suppress(OSError):
+        found = None if tokenizer is not None else _load_kept(info, digest, DRAWN)
+    if found is not None:
+        return found
+    found = find_frame(model, tokenizer=tokenizer)
+    with suppress(OSError):
+        if digest is not None:
             path = _file_of(digest, found.header["text"])
             private_folder(path.parent)
             save_calibration(found, path)
     return found
 
 
-def frame_of(model, tokenizer=None) -> Calibration:
+def frame_of(
+    model,  # of transformers
+    tokenizer=None,  # as of `find_frame`
+    info: ModelInfo | None = None,  # of the model, where it is at hand
+) -> Calibration:
     """The frame of a model, found once: kept with the model and on disk. Raises ValueError as
     `find_frame`. Warns where no tokenizer is at hand."""
     model = _itself(model)
     tokenizer = _TOKENIZERS.get(model) if tokenizer is None else tokenizer
     with _ONE:
-        kept, adapters = _KEPT.setdefault(model, {}), tuple(adapters_of(model))
-        found = kept.get(adapters)
+        info = ModelInfo(model) if info is None else info
+        name = tuple(adapters_of(model)), tuple(info.layers)
+        kept = _KEPT.setdefault(model, {})
+        found = kept.get(name)
         if found is None or (tokenizer is not None and found.header["text"] != TEXT):
-            found = kept[adapters] = _found_or_kept(model, tokenizer)
+            found = kept[name] = _found_or_kept(model, info, tokenizer)
             if found.header["text"] == DRAWN:
                 warnings.warn(
                     "no tokenizer lies beside the model, so its frame is of drawn ids, by "

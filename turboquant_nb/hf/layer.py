@@ -324,6 +324,8 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _scaled(self, keys: Tensor) -> Tensor:
         "Keys [B, H, n, d] times the pair scale, rounded to their dtype, as the store has them."
+        if keys.element_size() < 2:
+            return keys  # the store refuses them
         if self.is_initialized:
             return self.store.key.into_frame(keys)
         pair = None if self.frame is None else self.frame.pair

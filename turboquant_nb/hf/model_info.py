@@ -442,7 +442,8 @@ def _samples(x: Tensor) -> bytes:
     """Type, shape and some numbers of a tensor; of a shard, or of quantised weights, those of
     the tensors that it is made of. On "meta" there are no numbers."""
     if hasattr(x, "__tensor_flatten__"):
-        return b"".join(_samples(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+        inside = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        return b"".join(_samples(y) for y in inside if isinstance(y, torch.Tensor))
     said = f"{x.dtype} {[*x.shape]}".encode()
     if x.is_meta:
         return said
