@@ -7,20 +7,17 @@ __all__ = ['WINDOW', 'SKIP', 'TEXT', 'DRAWN', 'frame_texts', 'remember_tokenizer
            'check_ids', 'find_frame', 'frame_of']
 
 # %% ../../nbs/50g_frame.ipynb #50a00006
+import hashlib
+import math
+import os
 import sys
 import threading
 import warnings
-from collections import defaultdict
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from weakref import WeakKeyDictionary
-
-import hashlib
-import math
-import os
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +30,13 @@ from .layer import NAME
 from .model_info import ModelInfo, adapters_of, weights_of
 from turboquant_nb.quant.calibration import (
     Calibration,
+    FrameSums,
     LayerFrame,
     load_calibration,
     save_calibration,
 )
 from ..quant.layer_info import longest_context, read_facts
-from ..theory.centre import shared_cos_sin
-from ..theory.rope import apply_cos_sin
 from ..theory.rotation import _no_autocast
-from ..theory.transforms import pair_scales
 
 # %% ../../nbs/50g_frame.ipynb #50a00008
 WINDOW = 512  # tokens of a piece of text
@@ -135,50 +130,22 @@ def drawn_ids(model, length: int | None = None) -> Tensor:  # [4, tokens]
     return torch.multinomial(1 / rank, 4 * length, True, generator=generator).view(4, length)
 
 # %% ../../nbs/50g_frame.ipynb #50a0000a
-@dataclass
 class _Sums:
     "Sums over what the layers of a model hand to a cache, and over the queries that read it."
 
-    info: ModelInfo
-    skip: int
-    found: dict = field(
-        default_factory=dict
-    )  # layer -> (mean, fixed, mean squares of the rest)
-    queries: dict = field(default_factory=lambda: defaultdict(list))  # layer -> [Hq, d] each
-
-    def keys(self, layer: int, k: Tensor) -> None:
-        "Take the keys [B, H, n, d] of whole windows."
-        inv_freq, (_, h, n, d), x = self.info.layers[layer].inv_freq, k.shape, k.float()
-        mean, fixed = None, x[:, :, self.skip :].mean((0, 2))
-        at = fixed[:, None]
-        if inv_freq is not None:
-            rows = shared_cos_sin(torch.tensor(inv_freq), d, x.device).reach(n)[:n]
-            plain = apply_cos_sin(x, rows, inverse=True)
-            mean = plain[:, :, self.skip :].mean((0, 2))
-            at = apply_cos_sin(mean[:, None].expand(h, n, d), rows)
-        rest = (x - at)[:, :, self.skip :].square().mean((0, 2))
-        self.found[layer] = mean, fixed, rest
+    def __init__(self, info: ModelInfo, skip: int):
+        known = lambda x: None if x.inv_freq is None else torch.tensor(x.inv_freq)
+        held = (x for x in info.coded if not x.latent)
+        self.info, self.layers = info, {x.index: FrameSums(known(x), skip) for x in held}
 
     def asks(self, own, module, query, *args, **kwargs):
         "Take the queries [B, Hq, n, d] of an attention, and let it go on."
-        if query.ndim == 4 and query.shape[2] > self.skip:
-            shared = self.info.layers[module.layer_idx].shared_with
-            layer = module.layer_idx if shared is None else shared
+        shared = self.info.layers[module.layer_idx].shared_with
+        sums = self.layers.get(module.layer_idx if shared is None else shared)
+        if sums is not None and query.ndim == 4 and query.shape[2] > sums.skip:
             with _no_autocast(query.device):
-                energy = query[:, :, self.skip :].float().square().mean((0, 2))
-            self.queries[layer].append(energy)
+                sums.add_queries(query)
         return own(module, query, *args, **kwargs)
-
-    def frame(self, layer: int) -> LayerFrame:
-        "Of what was seen of a layer."
-        mean, fixed, rest = self.found[layer]
-        (h, d), inv_freq, pair = rest.shape, self.info.layers[layer].inv_freq, None
-        seen = [x for x in self.queries[layer] if x.shape[1] == d and x.shape[0] % h == 0]
-        if seen and len(seen) == len(self.queries[layer]):
-            energy = torch.cat([x.to(rest).view(h, -1, d) for x in seen], 1).mean(1)
-            pair = pair_scales(energy, rest, 0 if inv_freq is None else 2 * len(inv_freq))
-        held = dict(mean=mean, fixed=fixed, pair=pair)
-        return LayerFrame(**{n: None if x is None else x.cpu() for n, x in held.items()})
 
 
 @contextmanager
@@ -239,12 +206,12 @@ def check_ids(ids, skip: int, batch: int = 1) -> None:
 def _read(model, ids: Tensor, sums: _Sums) -> None:
     "One pass of the model's decoder over the windows, by an attention of transformers' own."
     decoder, cache = model.get_decoder(), DynamicCache(config=sums.info.config)
-    update, coded = cache.update, {x.index for x in sums.info.coded if not x.latent}
+    update = cache.update
 
     def keep(k, v, layer, *args, **kwargs):
-        if layer in coded:
+        if layer in sums.layers:
             with _no_autocast(k.device):
-                sums.keys(layer, k)
+                sums.layers[layer].add_keys(k)
         return update(k, v, layer, *args, **kwargs)
 
     cache.update = keep
@@ -283,10 +250,10 @@ def find_frame(
     sums = _Sums(info, skip)
     try:
         _read(model, ids, sums)
-        lost = [x.index for x in info.coded if not x.latent and x.index not in sums.found]
-        if lost:
+        if lost := [i for i, x in sums.layers.items() if not x.tokens]:
             raise ValueError(f"layers {lost} gave the cache no keys")
-        frames = [LayerFrame() if x.latent else sums.frame(x.index) for x in info.coded]
+        of = lambda x: LayerFrame() if x.latent else sums.layers[x.index].frame()
+        frames = [of(x) for x in info.coded]
     except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(_must_be_given(model, why)) from error
