@@ -19,7 +19,8 @@ from ..theory.centre import rows_at
 
 # %% ../../nbs/30e_append.ipynb #30e00007
 def angles(store, first: int, last: int) -> Tensor:
-    "Rows of `rope_table` for tokens [first, last): [B, 1, n, r]."
+    "Rows of the table of cosines and sines for tokens [first, last): [B, 1, n, r]."
+    store.clock.reach(store.cos_sin, last)
     at = torch.arange(first, last, device=store.device)
     return rows_at(store.rope_table, store.start, at)
 
@@ -48,7 +49,7 @@ def make_room(store, n: int) -> None:
     if store.cos_sin is not None:
         store.clock.reach(store.cos_sin, store.length + n)
 
-
+# %% ../../nbs/30e_append.ipynb #30e0000d
 def _encoded(store, states, names) -> list:
     "New states coded by PyTorch."
     first, out = store.length, []
@@ -83,10 +84,7 @@ def append_by_host(store, k, v, names, code=_code) -> None:
     _check_room(store, k.shape[2])
     if not k.shape[2]:
         return
-    if store.cos_sin is not None:
-        store.clock.reach(store.cos_sin, store.length + k.shape[2])
-    states = k, v
-    _took(store, states, code(store, states, names))
+    _took(store, (k, v), code(store, (k, v), names))
 
 
 def _took(store, states, confirm=None) -> None:
