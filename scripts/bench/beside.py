@@ -38,7 +38,7 @@ SHAPES = [
     Shape(4, 2, 7, 64, 32768),
 ]
 RECIPES = "k3v3", "k4v4", "2 bits, trellis"
-APPENDS = [Append(8, 8, 128, 1, "pre_rope"), Append(8, 8, 128, 5, "prompt_mean")]
+APPENDS = [Append(8, 8, 128, 1, "pre_rope"), Append(8, 8, 128, 5, "fixed")]
 CALLS = [(1, 2048, {}), (1, 8192, {}), (8, 8192, {}), (8, 8192, {"graphs": False})]
 FILLED = 8, 32768
 

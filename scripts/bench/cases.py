@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from turboquant_nb.quant.calibration import Calibration, LayerFrame
+from turboquant_nb.quant.layer_info import read_facts
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore
@@ -67,12 +69,12 @@ CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
     "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
     "encode_kernel": [
-        Append(*s, 128, n, "prompt_mean") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))
+        Append(*s, 128, n, "fixed") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))
     ]
     + [
-        Append(8, 8, 64, 1, "prompt_mean"),
-        Append(8, 8, 256, 1, "prompt_mean"),
-        Append(8, 8, 128, 5, "prompt_mean"),
+        Append(8, 8, 64, 1, "fixed"),
+        Append(8, 8, 256, 1, "fixed"),
+        Append(8, 8, 128, 5, "fixed"),
         Append(8, 8, 128, 1, "pre_rope"),
     ],
     "generate": [
@@ -98,6 +100,21 @@ def frequencies(d):
     return 10000.0 ** (-torch.arange(0, d, 2) / d)
 
 
+def frame(heads, d):
+    "A layer's frame of random numbers, as a model's keys with RoPE have one."
+    g = torch.Generator().manual_seed(d)
+    mean, fixed, pair = torch.randn(3, heads, d, generator=g)
+    pair[:, d // 2 :] = pair[:, : d // 2]
+    return LayerFrame(mean, fixed, (pair / 2).exp2())
+
+
+def frames(config):
+    "Such frames for all layers of a Llama."
+    layers = range(config.num_hidden_layers)
+    each = [frame(config.num_key_value_heads, config.head_dim) for _ in layers]
+    return Calibration([], {"about": read_facts(config)}, tuple(each))
+
+
 def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
     """Random query [batch, heads * group, 1, d] and keys and values [batch, heads, tokens, d]
     on the GPU."""
@@ -115,7 +132,7 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
     return q, k, v
 
 
-def filled(k, v, k_bits, v_bits, center="prompt_mean", rotation="hadamard", room=None):
+def filled(k, v, k_bits, v_bits, center="fixed", rotation="hadamard", room=None):
     """A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does, with
     room for more tokens if `room` says so."""
     return held(
@@ -131,10 +148,9 @@ def filled(k, v, k_bits, v_bits, center="prompt_mean", rotation="hadamard", room
 def held(recipe, k, v, room=None):
     "A store that holds the codes of k and v by any recipe; without `room` it grows."
     batch, heads, tokens, d = k.shape
-    store = KVStore(
-        recipe, batch, heads, d, d, k.dtype, k.device, max_length=room, inv_freq=frequencies(d)
-    )
-    step = max(256, 2**21 // (batch * d))  # whatever the heads: a first chunk's mean is its own
+    more = dict(inv_freq=frequencies(d), frame=frame(heads, d))
+    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=room, **more)
+    step = max(256, 2**21 // (batch * d))  # whatever the heads
     for i in range(0, tokens, step):
         ops.append(store, k[:, :, i : i + step], v[:, :, i : i + step])
     return store

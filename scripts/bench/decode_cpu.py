@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 from plan import Plan
+from bench.cases import frame
 from bench.timing import quantiles
 
 from turboquant_nb.cache import attention
@@ -51,7 +52,8 @@ def states(n, seed):
 
 def filled(recipe, tokens):
     "A store that holds so many tokens."
-    store = KVStore(recipe, 1, HEADS, D, inv_freq=1e5 ** (-torch.arange(D // 2) / (D // 2)))
+    freq = 1e5 ** (-torch.arange(D // 2) / (D // 2))
+    store = KVStore(recipe, 1, HEADS, D, inv_freq=freq, frame=frame(HEADS, D))
     store.append(*states(tokens, 0)[:2])
     return store
 

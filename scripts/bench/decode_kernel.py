@@ -42,7 +42,7 @@ from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.launch import decode_attention, refuses
 
-CENTERS = "prompt_mean", "pre_rope"
+CENTERS = "fixed", "pre_rope"
 BITS = [(4, 4), (3, 3), (2, 2)]
 ALL_BITS = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2)]
 DRAFTED = (1, 2, 4, 8, 16)  # tokens in one call
@@ -171,11 +171,7 @@ def gate(cases):
     for case in kinds.values():
         small = case._replace(batch=min(case.batch, 2), heads=2, tokens=min(case.tokens, 16384))
         for k_bits, v_bits in BITS:
-            for outlier, center in (
-                (False, "prompt_mean"),
-                (True, "prompt_mean"),
-                (False, "pre_rope"),
-            ):
+            for outlier, center in ((False, "fixed"), (True, "fixed"), (False, "pre_rope")):
                 q, k, v = states(small, torch.float32, outlier)
                 store = filled(k, v, k_bits, v_bits, center)
                 want, _ = attend(q, store)
@@ -300,7 +296,7 @@ def measure(case: Shape, bits, seconds):
         store = filled(k, v, k_bits, v_bits, center)
         if why := refuses(ops.Call.of(q, store)):
             raise SystemExit(f"{case}: {why}")
-        method = "codes" if center == "prompt_mean" else "codes, turning centre"
+        method = "codes" if center == "fixed" else "codes, turning centre"
         what = about(case, method, k_bits=k_bits, v_bits=v_bits, held=store.bits_per_value())
         what["bits"] = (k_bits + v_bits) / 2 + 16 / case.d
         for row in both_launches(partial(decode_attention, q, store), seconds):

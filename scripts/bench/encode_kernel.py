@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from bench.cases import CASES, DEVICE, Append, frequencies
+from bench.cases import CASES, DEVICE, Append, frame, frequencies
 from plan import Plan
 from bench.timing import append_times, event_time, host_times, kernel_times, quantiles
 
@@ -40,10 +40,8 @@ def states(b, h, n, d, dtype, seed, shift=0.0):
 def compare(recipe, lengths, d, dtype):
     """(entries that differ, entries that differ away from an edge, largest relative difference
     of scales)."""
-    fused, plain = (
-        KVStore(recipe, 2, 3, d, dtype=dtype, device=DEVICE, inv_freq=frequencies(d))
-        for _ in range(2)
-    )
+    more = dict(device=DEVICE, inv_freq=frequencies(d), frame=frame(3, d))
+    fused, plain = (KVStore(recipe, 2, 3, d, dtype=dtype, **more) for _ in range(2))
     given = []
     for i, n in enumerate(lengths):
         k, v = states(2, 3, n, d, dtype, 2 * i, 0.5), states(2, 3, n, d, dtype, 2 * i + 1)
@@ -72,15 +70,14 @@ def gate_cases():
     "(bits of k and v, d, dtype, rotation, centre, lengths of the appends)."
     half, types = torch.bfloat16, (torch.float16, torch.float32)
     plan = [
-        (bits, 128, half, "hadamard", "prompt_mean", (700, 1, 5, 300))
+        (bits, 128, half, "hadamard", "fixed", (700, 1, 5, 300))
         for bits in ((1, 2), (2, 3), (3, 4), (4, 1), (3, 3), (2, 2), (4, 4), (1, 1))
     ]
     plan += [
-        ((3, 4), d, half, "hadamard", "prompt_mean", (300, 1, 70))
-        for d in (64, 80, 96, 112, 256)
+        ((3, 4), d, half, "hadamard", "fixed", (300, 1, 70)) for d in (64, 80, 96, 112, 256)
     ]
     plan += [
-        ((3, 4), d, dtype, "hadamard", "prompt_mean", (300, 1, 70))
+        ((3, 4), d, dtype, "hadamard", "fixed", (300, 1, 70))
         for d in (64, 128, 256)
         for dtype in types
     ]
@@ -92,8 +89,8 @@ def gate_cases():
     ]
     return (
         plan
-        + [((4, 2), d, half, "haar", "prompt_mean", (300, 1, 70)) for d in (64, 128, 256)]
-        + [((4, 2), 128, t, "haar", "prompt_mean", (300, 1)) for t in types]
+        + [((4, 2), d, half, "haar", "fixed", (300, 1, 70)) for d in (64, 128, 256)]
+        + [((4, 2), 128, t, "haar", "fixed", (300, 1)) for t in types]
     )
 
 
@@ -154,7 +151,7 @@ class Bulk(NamedTuple):
     batch: int = 8
     heads: int = 8
     tokens: int = 32768
-    center: str = "prompt_mean"
+    center: str = "fixed"
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -174,19 +171,12 @@ def coded_at_once(case: Bulk, config=None):
     "(a store, keys, values, a call that codes them)."
     d, k_bits, v_bits, b, h, n, center, dtype = case
     recipe = Recipe(Spec(bits=k_bits, center=center), Spec(bits=v_bits), 0, 0)
-    store = KVStore(
-        recipe, b, h, d, dtype=dtype, device=DEVICE, max_length=n, inv_freq=frequencies(d)
-    )
+    more = dict(device=DEVICE, max_length=n, inv_freq=frequencies(d), frame=frame(h, d))
+    store = KVStore(recipe, b, h, d, dtype=dtype, **more)
     make_room(store, n)
-    mean = None if center == "none" else torch.randn(b, h, 1, d, device=DEVICE).bfloat16()
     k, v = states(b, h, n, d, dtype, 0), states(b, h, n, d, dtype, 1)
     flags = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    return (
-        store,
-        k,
-        v,
-        partial(encode_launch.encode_append, store, k, v, 0, (mean, None), flags, config),
-    )
+    return (store, k, v, partial(encode_launch.encode_append, store, k, v, 0, flags, config))
 
 
 def small(case: Bulk, config=None):
@@ -241,6 +231,7 @@ def append_store(case: Append, static, rotation="hadamard"):
         max_length=2048,
         static=static,
         inv_freq=frequencies(d),
+        frame=frame(h, d),
     )
     append.append(
         store,

@@ -52,13 +52,14 @@ timed step of ours was served by anything but kernels. No row is written on a re
 import gc
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 import torch
 import torch.nn.functional as F
 import transformers
-from bench.cases import CASES, DEVICE, Context
+from bench.cases import CASES, DEVICE, Context, frames
 from bench.timing import host_times, replayed, step_times
 from plan import Plan, earlier
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -93,8 +94,10 @@ TINY = dict(
     max_position_embeddings=1 << 18,
 )
 PLAIN = {
-    f"{name}, prompt mean": preset(name).settled(rope=False) for name in ("k3v3", "k4v4")
-}  # by name alone keys have the pre-RoPE mean where the model has it
+    f"{name}, fixed mean": replace(x, key=replace(x.key, center="fixed"))
+    for name in ("k3v3", "k4v4")
+    for x in (preset(name),)
+}  # by name alone keys have the mean before RoPE, if the frame has it
 
 
 def make_model(sizes, dtype=torch.bfloat16):
@@ -169,6 +172,7 @@ def empty(kind, recipe, config, batch, tokens, graph):
             max_length=tokens + 256,
             static=graph,
             backend="triton" if DEVICE == "cuda" else "auto",
+            frame=frames(config),
         )
     if kind == "dynamic":
         return DynamicCache(config=config)

@@ -25,6 +25,7 @@ import turboquant_nb
 from turboquant_nb import KVStore, checks, results
 from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.kernels import ops
+from turboquant_nb.quant.calibration import LayerFrame
 
 PACKAGE = str(Path(turboquant_nb.__file__).parent)
 TOKENS, D = 300, 64  # a length that no other size here is equal to
@@ -120,7 +121,8 @@ def example(recipe, n=TOKENS, dtype=torch.float32):
     "A store with past tokens, a query, and the key and value of its token, which is appended."
     generator = torch.Generator().manual_seed(0)
     rand = lambda heads, n: torch.randn(1, heads, n, D, generator=generator, dtype=dtype)
-    store = KVStore(recipe, 1, 2, D, dtype=dtype)
+    frame = LayerFrame(fixed=rand(2, 1)[0, :, 0].float())
+    store = KVStore(recipe, 1, 2, D, dtype=dtype, frame=frame)
     store.append(rand(2, n), rand(2, n))
     q, k, v = rand(4, 1), rand(2, 1), rand(2, 1)
     store.append(k, v)

@@ -31,15 +31,15 @@ def recipes() -> dict:
         spec = Spec(bits=bits, codebook="trellis")
         return Recipe(replace(spec, center="pre_rope"), spec, recent=64)
 
-    def prompt_mean(bits, **how):
-        return Recipe(Spec(bits=bits, center="prompt_mean", **how), Spec(bits=bits))
+    def fixed_mean(bits, **how):
+        return Recipe(Spec(bits=bits, center="fixed", **how), Spec(bits=bits))
 
     whole = {name: preset(name) for name in ("k4v4", "k3v3", "k2v2")}
-    paired = replace(whole["k2v2"], key=replace(whole["k2v2"].key, pair_scale="prompt"))
+    paired = replace(whole["k2v2"], key=Spec(bits=2, pair_scale="frame"))
     return whole | {
-        "3 bits, prompt's mean": prompt_mean(3),
-        "2.5 bits": prompt_mean(2.5),
-        "QJL": prompt_mean(3, residual="qjl"),
+        "3 bits, mean after RoPE": fixed_mean(3),
+        "2.5 bits": fixed_mean(2.5),
+        "QJL": fixed_mean(3, residual="qjl"),
         "2 bits, trellis": trellis(2),
         "3 bits, trellis": trellis(3),
         "2 bits, pair scale": paired,

@@ -29,6 +29,7 @@ from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.cell_attention import join_past, past_cells
 from turboquant_nb.kernels.cells import append_recent, locate_sinks
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.pages import Exact, Recent, Requests
@@ -57,13 +58,13 @@ class StoreCase(NamedTuple):
 
 CASES = [
     StoreCase(1, 3, 4, 128, 3, 3, "pre_rope", False, "fragments"),
-    StoreCase(2, 1, 8, 128, 4, 2, "prompt_mean", True, "fragments"),
+    StoreCase(2, 1, 8, 128, 4, 2, "fixed", True, "fragments"),
     StoreCase(1, 5, 3, 64, 2, 3, "pre_rope", True, "fragments"),
-    StoreCase(1, 3, 4, 96, 3, 4, "prompt_mean", False, "fragments"),
+    StoreCase(1, 3, 4, 96, 3, 4, "fixed", False, "fragments"),
     StoreCase(1, 1, 1, 256, 4, 4, "pre_rope", False, "fragments"),
     StoreCase(1, 3, 2, 48, 3, 1, "pre_rope", False, "portable"),
     StoreCase(2, 3, 4, 128, 3, 3, "pre_rope transform", False, "fragments"),
-    StoreCase(1, 1, 3, 64, 4, 2, "prompt_mean transform", True, "fragments"),
+    StoreCase(1, 1, 3, 64, 4, 2, "fixed transform", True, "fragments"),
 ]
 
 
@@ -80,6 +81,11 @@ def done(*said):
 
 def states(*shape):
     return torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)
+
+
+def frame_of(heads, d):
+    "Means of keys."
+    return LayerFrame(*torch.randn(2, heads, d))
 
 
 def store_case(case):
@@ -108,6 +114,7 @@ def store_case(case):
         inv_freq=inv_freq,
         max_length=length,
         static=static,
+        frame=frame_of(heads, d),
     )
     for n in (255, 1, 1, 3, 33):
         x = states(2, batch, heads, n, d)
@@ -159,9 +166,10 @@ def part_case(case):
     plane; with exact first and recent tokens."""
     batch, heads, group, d, k_bits, v_bits, residual, decay = case
     recipe = Recipe(
-        Spec(k_bits, center="prompt_mean", residual=residual), Spec(v_bits), sinks=3, recent=5
+        Spec(k_bits, center="fixed", residual=residual), Spec(v_bits), sinks=3, recent=5
     )
-    store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, device=DEVICE, tile=64)
+    more = dict(device=DEVICE, tile=64, frame=frame_of(heads, d))
+    store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, **more)
     for n in (255, 1, 3):
         x = states(2, batch, heads, n, d)
         (KVStore.append if encode_launch.refuses(recipe, d, device=DEVICE) else append.append)(

@@ -11,6 +11,7 @@ from tests.golden import messages
 CAP = "keys with a centre cannot have a soft cap: it would cap scores without their common part"
 MEANS = "keys with a centre cannot have a soft cap: leave the calibration's means out"
 WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
+_FRAME = "a frame, which every calibration may have, says it of its parts"
 _LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
 _PLAN = "of the target of an encode, which is no object any more"
 _WEB = "of the side-by-side page, which is a conversation now"
@@ -126,6 +127,18 @@ GONE: dict[str, str] = {
     "the prompt is empty": _WEB,
     "there is nothing stored yet: ask something first": _WEB,
     "tokens must be from 1 to 1,024, got {}": _WEB,
+    # keys are coded in the frame of a model, and values have none
+    "not served: {}; turboquant calibrate makes one, --calibration takes it": (
+        "serve finds a frame by itself, and says where it could not"
+    ),
+    "centers must be as many as transforms, got {} and {}": _FRAME,
+    "center={} is for keys: RoPE rotates no values; use 'prompt_mean'": (
+        "of every centre of values"
+    ),
+    "the calibration has means alone, and means is False": "a frame has a pair scale, too",
+    "the calibration has transforms or means of {} of {} layers; all are needed": _FRAME,
+    "{}, whose keys lie far from 0, without a calibration's means, which such codes need: give "
+    'a calibration; "means": false serves it all the same': "names the command",
     # of the cold tier, before one safetensors file took its place
     "hf/storage": "nothing is entropy coded",
     "the look-up of four codes cannot serve this call: {}": "`ops` says it of every backend",

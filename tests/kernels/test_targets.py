@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import ahead_of_time
+from tests.helpers import ahead_of_time, random_frame
 from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import encode, encode_launch, launch, ops
@@ -158,7 +158,8 @@ def test_plain_pytorch_needs_no_float64(recipe, dtype):
     are made by a first store, on the CPU. The mutant: a state in float64."""
 
     def run():
-        store = KVStore(recipe, 2, 2, 32, dtype=dtype, inv_freq=0.5 ** torch.arange(1.0, 17.0))
+        more = dict(inv_freq=0.5 ** torch.arange(1.0, 17.0), frame=random_frame(2, 32, 32))
+        store = KVStore(recipe, 2, 2, 32, dtype=dtype, **more)
         for n in (600, 1, 1, 5):
             k, v = (
                 torch.randn(2, 2, n, 32, generator=torch.Generator().manual_seed(n)).to(dtype)

@@ -385,7 +385,8 @@ def test_refused(tmp_path):
     )
     assert (
         "16 drafts of a step, at most 15 are" in refused["drafts"]
-        and "llama, whose keys lie far from 0, without a calibration's means" in refused["bias"]
+        and "llama, whose keys lie far from 0, without the frames of a calibration"
+        in refused["bias"]
     )
     assert (
         "the calibration is of another model: it has layers 3, not 2" in refused["calibration"]

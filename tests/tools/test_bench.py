@@ -165,7 +165,7 @@ def test_coding_is_timed_and_compared(without_gpu):
         "copy_us",
         "torch_us",
     }
-    recipe = bench.Recipe(bench.Spec(bits=3, center="prompt_mean"), bench.Spec(bits=4))
+    recipe = bench.Recipe(bench.Spec(bits=3, center="fixed"), bench.Spec(bits=4))
     assert bench.compare(recipe, (70, 1), 16, torch.float32)[1] == 0
     assert {f for f, *_ in bench.to_compile(True)} == {bench.small, bench.short}
 
