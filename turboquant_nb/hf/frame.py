@@ -152,7 +152,8 @@ class _Sums:
         mean, fixed = None, x[:, :, self.skip :].mean((0, 2))
         at = fixed[:, None]
         if inv_freq is not None:
-            rows = shared_cos_sin(torch.tensor(inv_freq), d, x.device).reach(n)[:n]
+            freq = torch.tensor(inv_freq, dtype=torch.float32)
+            rows = shared_cos_sin(freq, d, x.device).reach(n)[:n]
             plain = apply_cos_sin(x, rows, inverse=True)
             mean = plain[:, :, self.skip :].mean((0, 2))
             at = apply_cos_sin(mean[:, None].expand(h, n, d), rows)
