@@ -55,7 +55,7 @@ def test_losses_are_what_the_cache_loses(name, transformed):
         return  # all-quantised needs a cache that returns all tokens of every layer
     recipe = TurboQuantCache(
         model,
-        Recipe(Spec(2, center="prompt_mean"), Spec(2), sinks=4, recent=0),
+        Recipe(Spec(2, center="fixed"), Spec(2), sinks=4, recent=0),
         calibration=calibration if transformed else None,
     ).recipes
     both = score(

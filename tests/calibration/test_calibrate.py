@@ -19,6 +19,7 @@ from tests.helpers import (
     logits,
     made,
     prompt,
+    random_frame,
     texts,
     three,
     tiny,
@@ -28,6 +29,7 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.theory import transforms as M
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.calibration.fit import calibrate, collect
+from turboquant_nb.hf.frame import find_frame
 from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
@@ -80,7 +82,10 @@ def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch)
     before, queries, exact = logits(model, ids), [], C.exact_attention
     keep = lambda call: (queries.append(call.query), exact(call))[1]
     monkeypatch.setattr(C, "exact_attention", keep)
-    seen = collect(model, ids)
+    frame = find_frame(model, ids)
+    rounded = [replace(x, mean=x.mean.bfloat16().float()) for x in frame.frames]
+    frame = replace(frame, frames=tuple(rounded))  # as a cache holds it
+    seen = collect(model, ids, frame=frame)
     assert model.config._attn_implementation == attention and not any(
         m.training for m in model.modules()
     )
@@ -90,9 +95,9 @@ def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch)
         seen.layers("key") == seen.layers("query") == list(range(layers))
         and seen.tokens == 2 * 36
     )
-    cache = TurboQuantCache(
-        model, [replace(r, recent=64) for r in TurboQuantCache(model).recipes]
-    )  # the window holds all keys as they are
+    recipe = Recipe(Spec(center="auto"), recent=64)  # the window holds all keys as they are
+    cache = TurboQuantCache(model, recipe, frame=frame)
+    assert {x.recipe.key.center for x in cache.layers} == {"pre_rope"}
     logits(model, ids, past_key_values=cache)
     queries = [
         q for q in queries if q.shape[2] == 40
@@ -293,7 +298,9 @@ def test_recipes_and_what_a_calibration_refuses():
     got = TurboQuantCache(model, each, calibration=found).recipes
     assert [r.key.rotation for r in got] == [m.name for m in found.transforms]
     plain = [replace(r, key=replace(r.key, rotation="hadamard")) for r in got]
-    assert plain == [r.settled(rope=True) for r in each]
+    want = [replace(r, key=replace(r.key, pair_scale="none")) for r in each]
+    assert plain == [r.settled(x) for r, x in zip(want, found.frames)]
+    assert {r.key.center for r in got} == {"pre_rope", "none"}  # the second asked for none
     assert Recipe.from_json(got[0].to_json()) == got[0] != got[1]
     with pytest.raises(ValueError, match="QJL"):
         TurboQuantCache(model, Recipe(residual="prod"), calibration=found)
@@ -304,7 +311,8 @@ def test_a_pair_scale_of_text(tmp_path):
     a file carries it, and a cache takes it beside no other scale."""
     model, _ = made("llama")
     ids = texts(4, 60)
-    found, seen = calibrate(model, ids, fit="pair_scale"), collect(model, ids)
+    found = calibrate(model, ids, fit="pair_scale")
+    seen = collect(model, ids, frame=find_frame(model, ids))
     d = found.transforms[0].d
     hadamard = make_rotation("hadamard", d).matrix
     for i, transform in enumerate(found.transforms):
@@ -318,19 +326,21 @@ def test_a_pair_scale_of_text(tmp_path):
     assert again.header["fit"] == "pair_scale" and "by pair scales" in repr(again)
     cache = TurboQuantCache(model, "k3v3", calibration=again)
     assert cache.recipes[0].key.rotation == found.transforms[0].name
-    with pytest.raises(ValueError, match="pair_scale='prompt' and .* do the same work"):
-        TurboQuantCache(model, "k2v2-trellis", calibration=found)
+    assert {x.key.pair_scale for x in cache.recipes} == {"none"}
+    recipe = Recipe(Spec(2, pair_scale="frame"))
+    with pytest.raises(ValueError, match="pair_scale='frame' and .* do the same work"):
+        TurboQuantCache(model, recipe, calibration=found)
 
 
 # --- the law: attention on codes is attention on what they stand for
 # -------------------------------
 
 KEYS = {
-    "prompt": Spec(3, center="prompt_mean"),
+    "fixed": Spec(3, center="fixed"),
     "rope": Spec(2, center="pre_rope"),
-    "fraction": Spec(2.5, center="prompt_mean"),
-    "sign": Spec(3, residual="sign", center="prompt_mean"),
-    "decay": Spec(4, center="prompt_mean"),
+    "fraction": Spec(2.5, center="fixed"),
+    "sign": Spec(3, residual="sign", center="fixed"),
+    "decay": Spec(4, center="fixed"),
     "uniform, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
 }
 SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -348,6 +358,7 @@ def filled(key, dtype, n=360, heads=2, d=16):
         decay=60 if key == KEYS["decay"] else None,
     )
     more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "pre_rope" else {}
+    more["frame"] = random_frame(heads, d, 6 if more else 0)
     store = KVStore(recipe, 2, heads, d, dtype=dtype, **more)
     store.set_range(start=torch.tensor([0, 5]))
     k, v = (
@@ -416,7 +427,7 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
 
 def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
     "The mutant: what is right for a rotation."
-    store, k, v = filled(KEYS["prompt"], torch.float32)
+    store, k, v = filled(KEYS["fixed"], torch.float32)
     q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
     want = dense_attention(
         q, *plain(store), mask=(torch.arange(360) >= store.start[:, None, None, None])
@@ -512,8 +523,10 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
     assert back.header == found.header and load_calibration(found) is found
     # one copy in a process
     assert all(a is b for a, b in zip(back.transforms, found.transforms, strict=True))
-    assert all(map(torch.equal, back.centers, found.centers))
-    assert found.centers[0].shape == (2, 8)
+    for one, other in zip(back.frames, found.frames, strict=True):
+        assert one.tensors.keys() == other.tensors.keys() == {"mean", "fixed", "pair"}
+        assert all(torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
+    assert found.frames[0].mean.shape == (2, 8)
     whole = bytearray(path.read_bytes())
     head = int.from_bytes(whole[:8], "little")
     for n in (0, 8, len(whole) - 1):
@@ -527,7 +540,7 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         with pytest.raises(ValueError, match="not a readable|must have format|was changed"):
             load_calibration(bad)
     write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
-    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 2'"):
+    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 3'"):
         load_calibration(bad)
     with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
         load_calibration(tmp_path)

@@ -79,10 +79,8 @@ def tokens(n=2, length=60, seed=0):
 
 RECIPES = {
     "plain": Recipe(Spec(bits=3), Spec(bits=3), 0, 0),
-    "window": Recipe(Spec(bits=2, center="prompt_mean"), Spec(bits=2), 1, 7),
-    "fractional": Recipe(
-        Spec(bits=2.5, center="prompt_mean"), Spec(bits=1, center="prompt_mean"), 2, 3
-    ),
+    "window": Recipe(Spec(bits=2, center="fixed"), Spec(bits=2), 1, 7),
+    "fractional": Recipe(Spec(bits=2.5, center="fixed"), Spec(bits=1), 2, 3),
     "all exact": Recipe(Spec(bits=1), Spec(bits=1), 0, 100),
     "residual": Recipe(Spec(bits=3, residual="sign"), Spec(bits=2), 4, 1),
 }
@@ -364,20 +362,19 @@ def test_a_prefill_fills_a_cache_to_any_length(llama):
 
 def test_a_prompt_that_was_read_is_not_read_again(llama):
     """One pass goes on from states that were kept: it reads the rest alone, and says what it
-    says without them. A pair scale needs queries: where none were kept, the prompt is read
-    again."""
+    says without them."""
     ids, fed = tokens(1, 50), []
-    scaled = Recipe(Spec(bits=3, pair_scale="prompt"), Spec(bits=3), 0, 0)
-    for recipe, kept, again in (("k3v3", False, 0), (scaled, True, 0), (scaled, False, 1)):
+    plain = Recipe(Spec(bits=3), Spec(bits=3), 0, 0)
+    for recipe in ("k3v3", plain):
         candidate = as_candidate(llama, recipe, dtype=None)
         want, _ = OnePass().predict(llama, ids, candidate, "decode", 30, None)
-        start = prefill(llama, ids[:, :30], queries=kept)
+        start = prefill(llama, ids[:, :30])
         hook = llama.model.embed_tokens.register_forward_pre_hook(
             lambda _, x: fed.append(x[0].shape[1])
         )
         got, _ = OnePass().predict(llama, ids, candidate, "decode", 30, start)
         hook.remove()
-        assert fed == [30] * again + [19] and (got - want).abs().max() < 1e-4
+        assert fed == [19] and (got - want).abs().max() < 1e-4
         fed.clear()
 
 

@@ -48,7 +48,7 @@ def test_the_stand_in_refuses_what_mps_has_not():
 
 PRESETS = "k4v3", "k1v1", "k2v2-trellis"  # each number of bits, each kind
 RECIPES = {name: name for name in PRESETS} | {
-    "pair scale": Recipe(key=Spec(2, pair_scale="prompt"), value=Spec(2)),
+    "pair scale": Recipe(key=Spec(2, pair_scale="frame"), value=Spec(2)),
     "fractions": Recipe(key=Spec(2.5), value=Spec(3.25)),
     "QJL": Recipe(key=Spec(3), value=Spec(3), residual="prod"),
     "sinks": Recipe(key=Spec(3), value=Spec(3), sinks=4, recent=8),

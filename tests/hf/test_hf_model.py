@@ -190,7 +190,7 @@ def test_left_padding_is_the_run_without_it(real):
     must count from the first real token."""
     model, ids = real
     model.set_attn_implementation("turboquant")
-    recipe, ids = Recipe(Spec(2, center="prompt_mean"), Spec(2), recent=16), ids[:, :120]
+    recipe, ids = Recipe(Spec(2, center="fixed"), Spec(2), recent=16), ids[:, :120]
     padded, plain = (greedy(model, ids, TurboQuantCache(model, recipe), 3, x) for x in (60, 0))
     model.set_attn_implementation("sdpa")
     exact = greedy(model, ids, None, 3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from eval import architectures
-from tests.helpers import exact_recipe, prompt
+from tests.helpers import exact_recipe, prompt, random_frame
 from turboquant_nb.cache.attention import attend, dense_attention, visible
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.hf import TurboQuantCache
@@ -110,12 +110,11 @@ def test_what_is_not_linear_is_refused_and_decoded_where_that_is_asked_for():
     assert torch.equal(model.generate(**inputs, past_key_values=dense, **GREEDY), own)
 
 
-@pytest.mark.parametrize("center, exact", [("none", (0, 0)), ("prompt_mean", (2, 9))])
-def test_a_latent_rule_against_dense_attention(exact, center):
+@pytest.mark.parametrize("exact", [(0, 0), (2, 9)])
+def test_a_latent_rule_against_dense_attention(exact):
     "Both sides as keys, keys as values; padding, exact tokens, a window and a cap."
     g = torch.Generator().manual_seed(0)
-    sides = [Spec(bits, center=center) for bits in (3, 4)]
-    store = KVStore(Recipe(*sides, *exact), 2, 1, 32, 16)
+    store = KVStore(Recipe(Spec(3), Spec(4), *exact), 2, 1, 32, 16)
     store.set_range(start=torch.tensor([0, 3]))
     for n in (300, 1, 7):
         store.append(*(torch.randn(2, 1, n, d, generator=g) + 1 for d in (32, 16)))
@@ -137,11 +136,16 @@ def test_a_latent_rule_against_dense_attention(exact, center):
         attend(q[..., :32], store, latent=True)
 
 
-def test_latents_with_a_pair_scale_are_refused():
-    recipe = Recipe(Spec(3, pair_scale="prompt"), Spec(3))
-    store = KVStore(recipe, 1, 1, 32, 16)
-    store.append(torch.randn(1, 1, 40, 32), torch.randn(1, 1, 40, 16))
-    with pytest.raises(ValueError, match="can have no pair scale"):
-        attend(torch.randn(1, 4, 1, 48), store, latent=True)
+def test_latents_in_a_frame_are_refused():
+    for what, why in ((dict(pair_scale="frame"), "pair scale"), (dict(center="fixed"), "mean")):
+        recipe = Recipe(Spec(3, **what), Spec(3))
+        store = KVStore(recipe, 1, 1, 32, 16, frame=random_frame(1, 32))
+        store.append(torch.randn(1, 1, 40, 32), torch.randn(1, 1, 40, 16))
+        with pytest.raises(ValueError, match=f"can have no {why}"):
+            attend(torch.randn(1, 4, 1, 48), store, latent=True)
     model = small("DeepseekV2")
-    assert TurboQuantCache(model, recipe).recipes[0].key.pair_scale == "none"
+    with pytest.raises(ValueError, match="center='fixed' is for keys, and layer 0 holds"):
+        TurboQuantCache(model, recipe)
+    cache = TurboQuantCache(model, "k3v3")
+    assert {(x.key.center, x.key.pair_scale) for x in cache.recipes} == {("none", "none")}
+    assert cache.report()["frame"] == "none"  # nor was one looked for

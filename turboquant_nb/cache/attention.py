@@ -84,8 +84,10 @@ class Call(NamedTuple):
 
     def into_frame(self) -> "Call":
         """Of queries and keys as the model has them, the same as the store holds keys. Raises
-        ValueError for latents with a pair scale."""
+        ValueError for latents in a frame."""
         key = self.store.key
+        if self.rule.latent and key.frame.mean is not None:
+            raise ValueError("latents are values too, so their keys can have no mean")
         if key.frame.pair is None:
             return self
         if self.rule.latent:

@@ -411,9 +411,8 @@ class Part:
         return self
 
     def give(self, frame: LayerFrame) -> None:
-        """Hold every state in the frame of a model's layer. Raises TypeError for what is none,
-        ValueError where what the keys ask for is missing or of other heads."""
-        checks.instance(frame, "frame", LayerFrame)
+        """Hold every state in the frame of a model's layer. Raises ValueError where what the
+        keys ask for is missing or of other heads."""
         names = {"mean": "mean" if self.q.centre.rotates else "fixed", "pair": "pair"}
         given = {name: getattr(frame, names[name]) for name in self.frame_names}
         for name, x in given.items():

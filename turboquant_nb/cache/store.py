@@ -55,6 +55,7 @@ class KVStore:
         tokens: int = 0,  # that there is room for at once; more are allocated when they come
         frame: LayerFrame | None = None,  # of its keys, see `Recipe.settled`
     ):
+        frame = LayerFrame() if frame is None else checks.instance(frame, "frame", LayerFrame)
         self.recipe, self.frame = as_recipe(recipe).settled(frame), frame
         self.batch, self.heads, self.dtype = batch, heads, dtype
         _check_store_args(batch, heads, max_length, dtype, self.recipe, static, tokens)
@@ -69,7 +70,7 @@ class KVStore:
         self.parts = self.key, self.value  # what has codes; all of it moves together
         _check_codes(self.parts, static, r.decay)
         clear(blank)
-        self.key.give(LayerFrame() if frame is None else frame)
+        self.key.give(frame)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
         self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
@@ -329,8 +330,8 @@ def set_range(
 ):
     """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
     moves after tokens came, `k` and `v` of all of them are coded again: sinks, and the position
-    of a mean that turns, depend on it. Raises ValueError/TypeError for a range or states that do not fit,
-    or where tokens were freed already; the store is then as before."""
+    of a mean that turns, depend on it. Raises ValueError/TypeError for a range or states that
+    do not fit, or where tokens were freed already; the store is then as before."""
     self.clock.learn(self)
     if end is not None and (why := self.clock.refuses("ends")):
         raise ValueError(why)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .fit import frame_center, observed
+from .fit import frame_center, observed, rope_frequencies
 from ..hf.frame import check_ids, provenance
 from ..hf import ModelInfo, TurboQuantCache
 from ..hf.hooks import After, AttentionCall, Instead, hooked
@@ -157,7 +157,7 @@ def measure_sensitivity(
     coded = [x.index for x in info.coded]
     cache = TurboQuantCache(model, as_recipe(recipe), calibration=calibration)
     recipes, frames = cache.recipes, [x.frame for x in cache.coded_layers]
-    inv_freqs = [None if x.inv_freq is None else torch.tensor(x.inv_freq) for x in info.layers]
+    inv_freqs = rope_frequencies(info)
     probe = _Probe(dict(zip(coded, recipes)), dict(zip(coded, frames)), inv_freqs, skip, {}, {})
     lost = _by_passes(model, ids, probe, bits, progress)
     odd = [f"{side} of layer {i}" for (i, side, _), x in lost.items() if not math.isfinite(x)]

@@ -7,9 +7,6 @@ __all__ = ['WINDOW', 'SKIP', 'TEXT', 'DRAWN', 'frame_texts', 'remember_tokenizer
            'check_ids', 'find_frame', 'frame_of']
 
 # %% ../../nbs/50g_frame.ipynb #50a00006
-import hashlib
-import math
-import os
 import sys
 import threading
 import warnings
@@ -18,6 +15,10 @@ from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from weakref import WeakKeyDictionary
+
+import hashlib
+import math
+import os
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,8 @@ class _Sums:
     "Sums over what the layers of a model hand to a cache, and over the queries that read it."
 
     def __init__(self, info: ModelInfo, skip: int):
-        known = lambda x: None if x.inv_freq is None else torch.tensor(x.inv_freq)
+        fp32 = dict(dtype=torch.float32)  # whatever the default is
+        known = lambda x: None if x.inv_freq is None else torch.tensor(x.inv_freq, **fp32)
         held = (x for x in info.coded if not x.latent)
         self.info, self.layers = info, {x.index: FrameSums(known(x), skip) for x in held}
 

@@ -256,7 +256,8 @@ class TurboQuantLayer(CacheLayerMixin):
         kind = key_states.dtype, key_states.device
         rope, known = {}, (self.inv_freq, dk, key_states.device)
         if self.inv_freq is not None:
-            rope["inv_freq"] = self.reader.tables.get(known) or torch.tensor(self.inv_freq)
+            plain = torch.tensor(self.inv_freq, dtype=torch.float32)
+            rope["inv_freq"] = self.reader.tables.get(known) or plain
         self.store = KVStore(
             self.recipe,
             b,
