@@ -38,7 +38,6 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.files import write_file
 from turboquant_nb.testing import same
-from turboquant_nb.theory.rotation import make_rotation
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -306,30 +305,23 @@ def test_recipes_and_what_a_calibration_refuses():
         TurboQuantCache(model, Recipe(residual="prod"), calibration=found)
 
 
-def test_a_pair_scale_of_text(tmp_path):
-    """Of the moments that were collected, one for both channels of a pair, behind a rotation;
-    a file carries it, and a cache takes it beside no other scale."""
+def test_the_pair_scale_of_a_frame():
+    """That of the moments that transforms are found from, one for both channels of a pair; a
+    transform that was found does its work in its place."""
     model, _ = made("llama")
     ids = texts(4, 60)
-    found = calibrate(model, ids, fit="pair_scale")
+    found = calibrate(model, ids)
     seen = collect(model, ids, frame=find_frame(model, ids))
     d = found.transforms[0].d
-    hadamard = make_rotation("hadamard", d).matrix
-    for i, transform in enumerate(found.transforms):
+    for i, frame in enumerate(found.frames):
         m, c = (seen.mean_square(x, i).diagonal(dim1=1, dim2=2) for x in ("query", "key"))
         scales, wrong = M.pair_scales(m, c, d), M.pair_scales(c, m, d)
         assert scales.std() > 0.01 and torch.equal(scales[:, : d // 2], scales[:, d // 2 :])
-        off = [(transform.matrix / (hadamard * x[:, None]) - 1).abs() for x in (scales, wrong)]
-        assert off[0].max() < 2**-8 < off[1].max()
-    save_calibration(found, tmp_path / "c.st")
-    again = load_calibration(tmp_path / "c.st")
-    assert again.header["fit"] == "pair_scale" and "by pair scales" in repr(again)
-    cache = TurboQuantCache(model, "k3v3", calibration=again)
+        off = [(frame.pair / x - 1).abs().max() for x in (scales, wrong)]
+        assert off[0] < 2**-7 < off[1]
+    cache = TurboQuantCache(model, "k3v3", calibration=found)
     assert cache.recipes[0].key.rotation == found.transforms[0].name
     assert {x.key.pair_scale for x in cache.recipes} == {"none"}
-    recipe = Recipe(Spec(2, pair_scale="frame"))
-    with pytest.raises(ValueError, match="pair_scale='frame' and .* do the same work"):
-        TurboQuantCache(model, recipe, calibration=found)
 
 
 # --- the law: attention on codes is attention on what they stand for

@@ -30,7 +30,8 @@ from turboquant_nb.serving.step import (
 from turboquant_nb.testing import same
 from turboquant_nb.theory.transforms import (
     HeadTransform,
-    fit_pair_transform,
+    pair_scales,
+    pair_transform,
     register_transform,
 )
 
@@ -42,8 +43,8 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 H, G, D = 1, 2, 64
 # as a calibration has it, for each head of its own
-PAIRS = fit_pair_transform(
-    *torch.rand(2, H, D, generator=torch.Generator().manual_seed(0)).square().diag_embed(), D
+PAIRS = pair_transform(
+    pair_scales(*torch.rand(2, H, D, generator=torch.Generator().manual_seed(0)).square(), D)
 ).name
 RECIPES = [
     (Spec(2, rotation=PAIRS, codebook="trellis"), Spec(2, codebook="trellis"), 64, True),

@@ -19,19 +19,13 @@ from turboquant_nb.hf import (
 )  # first: it says how to get transformers
 from transformers import DynamicCache
 
-from .. import checks
 from ..hf.frame import SKIP, check_ids, find_frame, provenance
 from ..hf.hooks import Attend, AttentionCall, hooked
 from ..quant.calibration import Calibration, LayerFrame
 from ..theory.rotation import _no_autocast
 from ..theory.rope import apply_cos_sin
 from ..theory.centre import shared_cos_sin
-from turboquant_nb.theory.transforms import (
-    Moments,
-    coding_gain,
-    fit_head_transform,
-    fit_pair_transform,
-)
+from ..theory.transforms import Moments, coding_gain, fit_head_transform
 
 # %% ../../nbs/60_calibrate.ipynb #d22d00d3
 NAME = "turboquant_calibrate"  # of the attention that observes
@@ -172,15 +166,10 @@ def calibrate(
     batch: int = 2,
     progress=None,  # called once for each window that is done
     ended=lambda: False,  # asked after each batch: whether that was the last
-    # "transform", the best matrix of each head, or "pair_scale", a scale for each pair of
-    # channels before a rotation, as good at any position
-    fit: str = "transform",
 ) -> Calibration:
     """Read some text once and find the best transforms of keys around the means of its first
     windows, which the frames have. Raises ValueError as `collect` and `fit_head_transform`, and
     for what cannot be fitted."""
-    checks.one_of(fit, "fit", ("transform", "pair_scale"))
-    rotary = [x.rotary_size for x in ModelInfo(model).layers]
     check_ids(ids, skip, batch)
     with observed(model, ids, _MomentsObserver(Moments(), {}, [], skip)):
         pass  # what cannot be served is refused before anything is read
@@ -189,11 +178,8 @@ def calibrate(
     transforms, gain = [], []
     for i in moments.layers("key"):
         m, c = moments.mean_square("query", i), moments.mean_square("key", i)
-        if fit == "pair_scale":
-            transforms.append(fit_pair_transform(m, c, rotary[i]))
-        else:
-            transforms.append(fit_head_transform(m, c, shrink))
+        transforms.append(fit_head_transform(m, c, shrink))
         w = transforms[-1].matrix.double()
         gain.append(float(coding_gain(m, c, w.mT @ w).mean()))
-    more = {"tokens": moments.tokens, "shrink": shrink, "gain": gain, "fit": fit}
+    more = {"tokens": moments.tokens, "shrink": shrink, "gain": gain}
     return Calibration(transforms, provenance(model, ids, skip) | more, found.frames)

@@ -169,7 +169,6 @@ class Calibration:
             parts.append(f"frames of {self.header['tokens']:,} tokens")
         if self.transforms:
             bits = f"{sum(gain) / len(gain):.2f} bits a channel of keys"
-            bits += " by pair scales" * (self.header.get("fit") == "pair_scale")
             parts.append(f"{self.header['tokens']:,} tokens, {bits}")
         if losses:
             bits = ", ".join(map(str, losses["bits"]))

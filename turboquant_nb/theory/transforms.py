@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAIR_RANGE', 'attention_weights', 'sensitivity', 'Moments', 'best_metric', 'coding_gain', 'best_scales',
            'pair_scales', 'HeadTransform', 'register_transform', 'transform_class', 'find_transform',
-           'restore_transforms', 'fit_head_transform', 'fit_pair_transform', 'pair_transform']
+           'restore_transforms', 'fit_head_transform', 'pair_transform']
 
 # %% ../../nbs/14_transforms.ipynb #fd4a5bee
 import hashlib
@@ -364,24 +364,12 @@ def fit_head_transform(
     return register_transform(HeadTransform.of(hadamard @ root))
 
 
-def fit_pair_transform(
-    queries: Tensor,  # [H, d, d] second moments of the queries that read a head
-    keys: Tensor,  # [H, d, d] of its centred keys
-    rotary: int,  # channels that RoPE rotates, the first of the head
-    seed: int = 0,  # of the Hadamard rotation
-) -> HeadTransform:
-    """The `pair_scales` of these moments before a rotation, registered. It commutes with RoPE,
-    so it does not depend on the positions that were read. Raises ValueError as
-    `pair_scales`."""
-    energy = lambda x: x.diagonal(dim1=1, dim2=2)
-    return pair_transform(pair_scales(energy(queries), energy(keys), rotary), seed=seed)
-
-
 def pair_transform(
     pair: Tensor,  # [H, d] scales of `pair_scales`
     rotation: str = "hadamard",
     seed: int = 0,
 ) -> HeadTransform:
-    "Scales of pairs and the rotation behind them as one matrix for each head, registered."
+    """Scales of pairs and the rotation behind them as one matrix for each head, registered. It
+    commutes with RoPE, so it does not depend on positions."""
     matrix = make_rotation(rotation, pair.shape[1], seed).matrix.double()
     return register_transform(HeadTransform.of(matrix * pair.double().cpu()[:, None]))
