@@ -4,11 +4,15 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from tests.helpers import random_frame, random_transform
+from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
+from turboquant_nb.testing import same
 
 
 @pytest.mark.parametrize(
@@ -187,3 +191,31 @@ def test_what_a_frame_settles():
             assert chosen.settled() == chosen.settled(full) == chosen
             assert chosen.wants_frame == ((center, scale) != ("none", "none"))
     assert auto.wants_frame and auto.settled(full).value == auto.value
+
+
+@pytest.mark.parametrize("bad", (-1.0, 0.0, 1 / 17, 17.0))
+def test_a_pair_scale_of_a_frame_has_a_range(bad):
+    "What a file of a store may hold, so that what was saved is read again."
+    pair = torch.ones(2, 8)
+    pair[1, 3] = bad
+    with pytest.raises(ValueError, match="pair must lie from 1/16 to 16"):
+        LayerFrame(pair=pair)
+    pair[1, 3] = 16.0 if bad > 1 else 1 / 16
+    frame, recipe = LayerFrame(pair=pair), Recipe(Spec(3, pair_scale="frame"))
+    store = store_of(*state_of(KVStore(recipe, 1, 2, 8, frame=frame)))
+    same(store.key.frame.pair[0, :, 0].float(), pair)
+
+
+@pytest.mark.parametrize(
+    "bad, error, why",
+    (
+        (dict(mean=torch.zeros(8)), ValueError, "mean must have shape"),
+        (dict(fixed=[[0.0]]), TypeError, "fixed must be"),
+        (dict(pair=torch.ones(2, 8, dtype=torch.int32)), TypeError, "pair must be"),
+        (dict(mean=torch.full((2, 8), torch.nan)), ValueError, "mean must be finite"),
+        (dict(mean=torch.ones(2, 8), pair=torch.ones(1, 8)), ValueError, "must have one shape"),
+    ),
+)
+def test_what_is_no_frame(bad, error, why):
+    with pytest.raises(error, match=why):
+        LayerFrame(**bad)

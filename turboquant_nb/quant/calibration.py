@@ -22,7 +22,7 @@ from .mixed_precision import at_bits
 from ..theory.centre import shared_cos_sin
 from ..theory.rates import allocate_bits
 from ..theory.rope import apply_cos_sin
-from ..theory.transforms import HeadTransform, pair_scales, register_transform
+from ..theory.transforms import PAIR_RANGE, HeadTransform, pair_scales, register_transform
 
 # %% ../../nbs/23_calibration.ipynb #baa2fa73
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,8 @@ class LayerFrame:
 
     mean: Tensor | None = None  # of keys before RoPE; None where RoPE is not known
     fixed: Tensor | None = None  # of keys as attention sees them
-    pair: Tensor | None = None  # above 0, alike in both channels of a RoPE pair
+    # within `PAIR_RANGE` of 1, alike in both channels of a RoPE pair
+    pair: Tensor | None = None
 
     def __post_init__(self):
         for name, x in self.tensors.items():
@@ -40,8 +41,9 @@ class LayerFrame:
         if len({x.shape for x in self.tensors.values()}) > 1:
             shapes = {name: [*x.shape] for name, x in self.tensors.items()}
             raise ValueError(f"a layer's frame must have one shape, got {shapes}")
-        if self.pair is not None and not bool((self.pair > 0).all()):
-            raise ValueError("pair must be above 0 in each channel")
+        most = PAIR_RANGE
+        if self.pair is not None and not self.pair.equal(self.pair.clamp(1 / most, most)):
+            raise ValueError(f"pair must lie from 1/{most:.0f} to {most:.0f}")
 
     @property
     def tensors(self) -> dict:
