@@ -170,8 +170,15 @@ class _Sums:
             self.queries[layer].append(energy)
         return own(module, query, *args, **kwargs)
 
-    def frame(self, layer: int) -> LayerFrame:
-        "Of what was seen of a layer."
+    def frames(self) -> list:
+        "Of what was seen: that of each coded layer. Raises ValueError where one was not seen."
+        coded = self.info.coded
+        lost = [x.index for x in coded if not x.latent and x.index not in self.found]
+        if lost:
+            raise ValueError(f"layers {lost} gave the cache no keys")
+        return [LayerFrame() if x.latent else self._frame(x.index) for x in coded]
+
+    def _frame(self, layer: int) -> LayerFrame:
         mean, fixed, rest = self.found[layer]
         (h, d), inv_freq, pair = rest.shape, self.info.layers[layer].inv_freq, None
         seen = [x for x in self.queries[layer] if x.shape[1] == d and x.shape[0] % h == 0]
@@ -184,13 +191,12 @@ class _Sums:
 
 @contextmanager
 def _at_rest(model: nn.Module):
-    "While this lasts, nothing is dropped out, and no gradient is kept."
+    "While this lasts, nothing is dropped out."
     trains = [m for m in model.modules() if m.training]
     for m in trains:
         m.training = False
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
+        yield
     finally:
         for m in trains:
             m.training = True
@@ -283,11 +289,9 @@ def find_frame(
     check_ids(ids, skip)
     sums = _Sums(info, skip)
     try:
-        _read(model, ids, sums)
-        lost = [x.index for x in info.coded if not x.latent and x.index not in sums.found]
-        if lost:
-            raise ValueError(f"layers {lost} gave the cache no keys")
-        frames = [LayerFrame() if x.latent else sums.frame(x.index) for x in info.coded]
+        with torch.inference_mode(False), torch.no_grad():
+            _read(model, ids, sums)
+            frames = sums.frames()
     except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(_must_be_given(model, why)) from error
@@ -355,7 +359,7 @@ def frame_of(
     `find_frame`. Warns where no tokenizer is at hand."""
     model = _itself(model)
     tokenizer = _TOKENIZERS.get(model) if tokenizer is None else tokenizer
-    with _ONE:
+    with _ONE, torch.inference_mode(False):
         info = ModelInfo(model) if info is None else info
         name = tuple(adapters_of(model)), tuple(info.layers)
         kept = _KEPT.setdefault(model, {})

@@ -164,7 +164,8 @@ def load_calibration(
     tensors.only(maps + parts)
     maps = [tensors.tensor(n, torch.bfloat16, None, None, None) for n in maps]
     held = {n: tensors.tensor(n, torch.float32, None, None) for n in parts if n in tensors}
-    of = lambda i: {n[:-4]: x for n, x in held.items() if n.endswith(i)}
+    # copies: the file may be written anew while they are in use
+    of = lambda i: {n[:-4]: x.clone() for n, x in held.items() if n.endswith(i)}
     frames = tuple(LayerFrame(**of(i)) for i in frames)
     header = {name: x for name, x in header.items() if name != "frames"}
     found = Calibration([HeadTransform.of(x) for x in maps], header, frames)
