@@ -1,196 +1,760 @@
-"The frame of a model: codes of given states depend neither on the prompt nor on how it is cut."
+"""The frame of a model: found once, kept, and the same for every prompt, so that codes of given
+states depend on nothing but their positions."""
 
-import math
+import copy
+import itertools
+import os
+import threading
+import warnings
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers import prompt, tiny
-from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.cache.store import KVStore
-from turboquant_nb.calibration.fit import find_frame
+transformers = pytest.importorskip("transformers")
+from tests.helpers import (
+    BASE,
+    DROP,
+    VOCAB,
+    exact_recipe,
+    generate,
+    given_frame,
+    logits,
+    made,
+    prompt,
+    random_frame,
+    three,
+    tiny,
+)
+from tests.hf.test_hf import SHARERS
+from tests.hf.test_hf_vision import made as with_eyes
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.pairs import pair_layers
-from turboquant_nb.evaluation.score import OnePass, prefill
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.kernels import ops
-from turboquant_nb.quant.calibration import LayerFrame, ModelFrame, load_frame, save_frame
+from turboquant_nb.evaluation.score import OnePass, predict, prefill
+from turboquant_nb.files import write_file
+from turboquant_nb.hf import TurboQuantCache, enable
+from turboquant_nb.hf import frame as F
+from turboquant_nb.hf.frame import DRAWN, TEXT, find_frame, frame_of
+from turboquant_nb.hf.graphs import Tape
+from turboquant_nb.kernels import launch
+from turboquant_nb.quant.calibration import (
+    Calibration,
+    LayerFrame,
+    load_calibration,
+    save_calibration,
+)
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb.theory.rope import apply_rope
+from turboquant_nb.theory.transforms import pair_scales
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-ROPE = 10000.0 ** (-torch.arange(0, 64, 2) / 64)
-
-
-def recipe(center="pre_rope", pair="prompt", **more):
-    return Recipe(Spec(3, center=center, pair_scale=pair, **more), Spec(3), sinks=2, recent=4)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-def states(batch, n, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(2, batch, 2, n, 64, generator=g) + 1
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    "Where frames are kept: an empty folder for each test."
+    monkeypatch.setenv("TURBOQUANT_CACHE", str(tmp_path / "kept"))
+    return tmp_path / "kept" / "frames"
 
 
-def given(seed=1):
-    g = torch.Generator().manual_seed(seed)
-    pair = (1 + torch.rand(2, 32, generator=g)).bfloat16().float().repeat(1, 2)
-    return LayerFrame(torch.randn(2, 64, generator=g), pair, turns=True)
+class Letters:
+    "A tokenizer: a letter is a token."
+
+    def __call__(self, text, truncation=False):
+        return SimpleNamespace(input_ids=[2 + ord(x) % (VOCAB - 2) for x in text])
 
 
-def store(batch=1, held=None, r=None, **more):
-    r = r or recipe()
-    rope = {"inv_freq": ROPE} if r.key.centre.rotates else {}
-    return KVStore(r, batch, 2, 64, frame=held or given(), **rope, **more)
+def fresh(name="llama", **changes):
+    "A model object that nobody has seen, of the same weights each time."
+    if name == "gpt2":  # which has as many KV heads as heads
+        changes["num_key_value_heads"] = DROP
+    return copy.deepcopy(tiny(name, **changes))
 
 
-def codes(s, row=0):
-    return [t[row] for p in s.parts for n, t in p.memory.tensors.items() if n != "recent"]
+def passes(model):
+    "A list that grows by the tokens of each pass."
+    seen = []
+    keep = lambda module, args: seen.append(args[0].numel())
+    model.get_input_embeddings().register_forward_pre_hook(keep)
+    return seen
+
+
+def same_frames(one, other):
+    "Whether all numbers of two calibrations' frames are equal."
+    pairs = zip(one.frames, other.frames, strict=True)
+    alike = lambda a, b: (
+        a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+    )
+    return all(alike(a.tensors, b.tensors) for a, b in pairs)
+
+
+def random_ids(rows, n, seed=0):
+    return torch.randint(2, VOCAB, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+
+# --- codes
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "qwen3"])
+def test_codes_depend_on_states_and_positions_alone(name):
+    """In one chunk and in three, behind another prompt, beside another row: the first layer has
+    the same planes and scales. (float64: rounding of a matrix product flips no code.)"""
+    room = dict(max_position_embeddings=512)
+    room |= dict(n_positions=512) if name == "gpt2" else {}
+    model, ids = fresh(name, **room).double(), random_ids(1, 400)
+    model.set_attn_implementation("turboquant")
+    other = random_ids(1, 400, seed=1)
+
+    def read(cache, ids, *cuts):
+        for a, b in zip((0, *cuts), (*cuts, 400)):
+            logits(model, ids[:, a:b], past_key_values=cache)
+        return cache
+
+    def codes(cache, row):
+        store = cache.coded_layers[0].store
+        planes = [x[row] for part in store.parts for x in part.memory.planes]
+        coded = [store.coded(side, 0, 400) for side in ("key", "value")]
+        return [*planes, *(y[row] for x in coded for y in (x.codes, x.scale))]
+
+    new = lambda: TurboQuantCache(model, "k3v3", max_length=512)
+    want, used, cropped = codes(read(new(), ids), 0), read(new(), other), read(new(), other)
+    used.reset(), cropped.crop(-400)
+    for what, cache, row in (
+        ("three chunks", read(new(), ids, 100, 116), 0),
+        ("token by token", read(new(), ids, 390, *range(391, 400)), 0),
+        ("behind another prompt", read(used, ids), 0),
+        ("behind one that was cropped", read(cropped, ids, 5), 0),
+        ("beside another row", read(new(), torch.cat([other, ids])), 1),
+    ):
+        assert all(map(torch.equal, codes(cache, row), want)), what
+    assert not all(map(torch.equal, codes(read(new(), other), 0), want))
+    spec = new().coded_layers[0].recipe.key
+    assert spec.center == ("fixed" if name == "gpt2" else "pre_rope")
+    assert spec.pair_scale == "frame"
+
+
+@pytest.mark.parametrize(
+    "name", "llama qwen2 gemma3_text gemma2 gpt_neox gpt2 mistral gpt_oss falcon_h1".split()
+)
+def test_tokens_of_exact_caches(name):
+    """Left-padded, every token exact, keys in a random frame: the tokens of transformers' own
+    cache, from all attentions."""
+    model, inputs = tiny(name), prompt()
+    own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    held = find_frame(model)
+    scaled = lambda i, x: random_frame(*x.fixed.shape, 4, seed=i)  # 4 channels rotate in all
+    held = replace(held, frames=tuple(scaled(i, x) for i, x in enumerate(held.frames)))
+    recipe = replace(exact_recipe(), key=Spec(3, center="none", pair_scale="frame"))
+    if name not in ("gpt2",):  # whole pairs: what RoPE rotates must be alike in both
+        halves = [x.pair.shape[1] // 2 for x in held.frames]
+        alike = lambda x, r: replace(x, pair=x.pair[:, :r].repeat(1, 2))
+        held = replace(held, frames=tuple(map(alike, held.frames, halves)))
+    if name == "gpt_neox":  # half of the channels rotate
+        alike = lambda x: replace(
+            x, pair=torch.cat([x.pair[:, :2].repeat(1, 2), x.pair[:, 4:]], 1)
+        )
+        held = replace(held, frames=tuple(map(alike, held.frames)))
+    for attention in three(model):
+        model.set_attn_implementation(attention)
+        how = dict(attention="auto" if attention == "turboquant" else "dense", frame=held)
+        cache = TurboQuantCache(model, recipe, **how)
+        got, _ = generate(model, inputs, attention, cache=cache)
+        assert torch.equal(got, own), attention
+        assert all(
+            float(x.store.key.frame.pair.float().std()) > 0.1 for x in cache.coded_layers
+        )
+
+
+MODES = {
+    "beams": dict(num_beams=3),
+    "returned": dict(do_sample=True, num_return_sequences=2),
+    "chunks": dict(prefill_chunk_size=18),
+    "lookup": dict(prompt_lookup_num_tokens=3),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_ways_of_generating(mode, name):
+    "All exact, in the model's frame: the tokens of transformers' own cache."
+    model, inputs = tiny(name), prompt(3 if mode in ("beams", "returned") else 1)
+    torch.manual_seed(7)
+    own = model.generate(**inputs, max_new_tokens=8, **{"do_sample": False} | MODES[mode])
+    recipe = Recipe(sinks=0, recent=512)
+    got, cache = generate(model, inputs, "turboquant", recipe, **MODES[mode])
+    assert torch.equal(got, own)
+    assert all(x.recipe.key.pair_scale == "frame" for x in cache.coded_layers)
+
+
+def test_coding_gets_better():
+    """A random model with channels of unequal energies, five prompts: logits lie nearer to the
+    exact ones."""
+    model, error = made("llama")[0], dict.fromkeys(("none", "frame"), 0.0)
+    held = find_frame(model, random_ids(4, 160, seed=8))
+    for seed, name in itertools.product(range(5), error):
+        ids = prompt(4, 160, seed=seed, padded=False)["input_ids"]
+        model.set_attn_implementation("sdpa")
+        exact = logits(model, ids)[:, 129:]
+        spec = Spec(3, center="auto", pair_scale=name)
+        cache = TurboQuantCache(model, Recipe(spec, Spec(4), recent=0), frame=held)
+        logits(model, ids[:, :128], past_key_values=cache)
+        got = [logits(model, ids[:, i : i + 1], past_key_values=cache) for i in range(128, 160)]
+        error[name] += float((torch.cat(got, 1)[:, 1:] - exact).square().mean())
+    assert error["frame"] < 0.85 * error["none"]
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_codes_depend_on_states_and_positions_alone(static, backend):
-    """One chunk, three, and beside another row: equal planes and scales. The mutant has a frame
-    of each prompt's own."""
-    k, v = states(1, 400)
-    room = dict(max_length=512, static=static) if static else {}
-
-    def appended(*cuts, batch=1, **more):
-        s = store(batch, **room, **more)
-        others = states(1, 400, seed=9)
-        both = [torch.cat([y, x]) if batch == 2 else x for x, y in zip((k, v), others)]
-        for a, b in zip((0, *cuts), (*cuts, 400)):
-            ops.append(s, *(x[:, :, a:b] for x in both), backend=backend)
-        return s
-
-    want = codes(appended())
-    for s, row in ((appended(100, 116), 0), (appended(batch=2), 1), (appended(1, 2), 0)):
-        n = s.key.memory.tiles
-        for x, y in zip(want, codes(s, row)):
-            assert torch.equal(x[:, :2], y[:, :2]), (n, row)
-    if not static:
-        own = KVStore(recipe(pair="none"), 1, 2, 64, inv_freq=ROPE)
-        other = KVStore(recipe(pair="none"), 1, 2, 64, inv_freq=ROPE)
-        ops.append(own, k, v), ops.append(other, k[:, :, :100], v[:, :, :100])
-        ops.append(other, k[:, :, 100:], v[:, :, 100:])
-        assert not all(map(torch.equal, codes(own), codes(other)))
+def test_captured_steps_are_eager_ones(static):
+    model, inputs = made("llama")[0], prompt(2, 20)
+    outs = []
+    for graphs in (False, Tape):
+        cache = TurboQuantCache(model, "k3v3", graphs=graphs, max_length=64, static=static)
+        for again in range(2):
+            cache.set_padding(inputs["attention_mask"])
+            out, _ = generate(
+                model, inputs, "turboquant", cache=cache, max_new_tokens=9, disable_compile=True
+            )
+            outs.append(out)
+            cache.reset()
+        assert all(x.recipe.key.pair_scale == "frame" for x in cache.coded_layers)
+    assert all(torch.equal(x, outs[0]) for x in outs)
+    assert cache.report()["graphs"]["replayed"] >= 6
 
 
-def test_a_given_frame_outlives_all_tokens():
-    "Crops to nothing, copies, files: the next prompt has the same frame."
-    k, v = states(1, 60)
-    s = store()
-    s.append(k, v)
-    want = [x.clone() for x in codes(s)]
-    s.crop(60)
-    back = store_of(*state_of(s))
-    for x in (s, back):
-        assert x.key.given
-        x.append(k, v)
-        assert all(map(torch.equal, codes(x), want))
-    free = KVStore(recipe(pair="none"), 1, 2, 64, inv_freq=ROPE)
-    free.append(k, v), free.crop(60)
-    assert not store_of(*state_of(free)).key.given and not free.key.mean.any()
+def test_compiled_steps():
+    "fullgraph: the logits of eager steps, whose keys and queries are scaled in the graph."
+    torch._dynamo.reset()
+    model, inputs = made("llama")[0], prompt(2, 20)
+    model.set_attn_implementation("turboquant")
+    outs, ids = [], prompt(2, 4, seed=9, padded=False)["input_ids"]
+    for step in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        cache = TurboQuantCache(model, "k3v3", max_length=64, static=True)
+        seen = dict(past_key_values=cache)
+        with torch.no_grad():
+            model(**inputs, **seen)
+            places = torch.tensor([[20], [13]])
+            steps = [step(ids[:, i : i + 1], position_ids=places + i, **seen) for i in range(4)]
+        outs.append(torch.cat([x.logits for x in steps], 1))
+    assert (outs[0] - outs[1]).abs().max() < 1e-4
+    assert frame_of(step) is frame_of(model)  # what torch.compile wraps is one model
 
 
-def cache_of(model, frame, **more):
-    r = recipe(center="auto", **more)
-    return TurboQuantCache(model, r, frame=frame)
+@pytest.mark.skipif(
+    not launch.is_interpreted() or torch.cuda.is_available(),
+    reason="needs Triton's interpreter; scripts/tools/memcheck for a GPU",
+)
+def test_kernels():
+    "Coded and read by kernels: the tokens that PyTorch gives."
+    small = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    model, outs = tiny("llama", head_dim=16, **small), []
+    for backend in ("torch", "triton"):
+        cache = TurboQuantCache(model, "k3v3", backend=backend)
+        out, _ = generate(model, prompt(2, 24), "turboquant", cache=cache, max_new_tokens=4)
+        outs.append((out, cache.report()))
+    assert torch.equal(outs[0][0], outs[1][0])
+    assert set(outs[1][1]["coded"]) == {"kernel"} and "kernel" in outs[1][1]["served"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
-def test_a_model_reads_codes_of_its_frame(name, tmp_path):
-    """Greedy tokens on codes are those of decoded states; no chunk waits; after a file, and
-    after reset, the frame is the same. GPT-2 has no RoPE: a fixed mean."""
-    model, inputs = tiny(name), prompt(2, 30)
-    frame = find_frame(model, prompt(1, 64, seed=3, padded=False)["input_ids"])
-    save_frame(frame, tmp_path / "f")
-    frame = load_frame(tmp_path / "f")
-    assert {x.turns for x in frame.layers} == {name != "gpt2"}
-    tokens, how = [], dict(max_new_tokens=8, do_sample=False)
-    for attention in ("turboquant", "sdpa"):
-        model.set_attn_implementation(attention)
-        cache = cache_of(model, frame)
-        tokens.append(model.generate(**inputs, past_key_values=cache, **how))
-        layer = cache.coded_layers[0]
-        assert not layer.store.waiting and not any("pair" in x for x in layer.reasons)
-        torch.testing.assert_close(
-            layer.store.key.frame.pair[1, :, 0].float(), frame.layers[0].pair
-        )
-    assert torch.equal(*tokens)
-    if name == "gpt2":  # the tests' configuration names KV heads that GPT-2 does not have
-        return
-    cache.save(tmp_path / "c")
-    held = TurboQuantCache.load(tmp_path / "c", model)
-    held.reset()
-    again = model.generate(**inputs, past_key_values=held, **how)
-    assert torch.equal(again, tokens[1])
-    old, new = (x.coded_layers[0].store.key.frame for x in (cache, held))
-    assert torch.equal(old.mean, new.mean) and torch.equal(old.pair, new.pair)
-
-
-def test_a_first_chunk_with_drafts_and_a_static_cache():
-    model, inputs = tiny("llama"), prompt(1, 24, padded=False)
-    frame = find_frame(model, prompt(1, 64, seed=3, padded=False)["input_ids"])
-    ids, how = inputs["input_ids"].repeat(1, 3), dict(max_new_tokens=10, do_sample=False)
-    want = model.generate(ids, past_key_values=cache_of(model, frame), **how)
-    drafts = dict(prompt_lookup_num_tokens=4)
-    got = model.generate(ids, past_key_values=cache_of(model, frame), **drafts, **how)
-    assert torch.equal(got, want)
-    r = recipe(center="auto")
-    static = TurboQuantCache(model, r, frame=frame, max_length=128, static=True)
-    assert torch.equal(model.generate(ids, past_key_values=static, **how), want)
-
-
-def test_one_pass_reads_codes_of_a_frame():
-    """What `OnePass` meets is what a real cache codes; the prompts are not read again for their
-    queries."""
-    model, ids = tiny("llama"), prompt(2, 40, padded=False)["input_ids"]
-    frame, r = find_frame(model, ids[:1]), recipe(center="auto")
-    candidate = as_candidate(model, r, "pairs", dtype=None)
-    start = prefill(model, ids[:, :20])
-    for protocol in ("decode", "stress"):
-        _, cache = OnePass(frame=frame).predict(model, ids, candidate, protocol, 20, start)
-        real = TurboQuantCache(model, r, frame=frame)
+@pytest.mark.parametrize("protocol", ["decode", "stress"])
+def test_one_pass_reads_codes_of_a_frame(protocol):
+    """What `OnePass` meets is what a real cache codes, also in a frame that is given; with a
+    frame it is nearer to the exact model."""
+    model, ids = made("llama")[0], prompt(2, 80, padded=False)["input_ids"]
+    for held in (None, given_frame(model)):
+        candidate, start = as_candidate(model, "k3v3", dtype=None), prefill(model, ids[:, :50])
+        _, cache = OnePass(frame=held).predict(model, ids, candidate, protocol, 50, start)
+        real = TurboQuantCache(model, "k3v3", frame=held)
         for i, x in pair_layers(cache).items():
-            assert x.layer.store.key.given and x.queries is None
             real.update(x.keys, x.values, i)
-            assert all(map(torch.equal, codes(x.layer.store), codes(real.layers[i].store)))
+            for one, other in zip(x.layer.store.parts, real.layers[i].store.parts):
+                pairs = zip(one.tensors.items(), other.tensors.values())
+                assert all(torch.equal(a, b) for (n, a), b in pairs if n != "recent")
+    want, error = logits(model, ids)[:, 49:-1], []
+    for key in (Spec(2), Spec(2, center="auto", pair_scale="auto")):
+        coded = as_candidate(model, Recipe(key, Spec(4)), dtype=None)
+        found = predict(model, ids, coded, protocol, 50).logits
+        error.append(float((found - want).square().mean()))
+    assert error[1] < 0.9 * error[0]
+
+
+# --- found once, and kept
+
+
+def test_the_numbers_are_those_of_the_keys_and_queries():
+    "By hand, from one window at a time: means without the first tokens, scales of the rest."
+    model, ids = fresh(), random_ids(3, 40)
+    frame, info = find_frame(model, ids).frames, TurboQuantCache(model).info
+    keys, queries = ([[] for _ in info.layers] for _ in "kq")
+    for m in model.modules():
+        if type(getattr(m, "layer_idx", None)) is int:
+            take = lambda to: lambda module, args, out: to.append(out[:, 4:])
+            m.k_proj.register_forward_hook(take(keys[m.layer_idx]))
+            m.q_proj.register_forward_hook(take(queries[m.layer_idx]))
+    for row in ids:
+        logits(model, row[None])
+    for x, k, q, layer in zip(frame, keys, queries, info.layers):
+        k, q = (torch.cat(y).unflatten(-1, (-1, 8)) for y in (k, q))  # [rows, tokens, heads, 8]
+        mean = k.mean((0, 1))
+        torch.testing.assert_close(x.mean, mean, atol=1e-3, rtol=1e-2)  # fp16 angles
+        turned = lambda y: apply_rope(y.transpose(1, 2), torch.arange(4, 40), inv_freq=rope)
+        rope = torch.tensor(layer.inv_freq)
+        torch.testing.assert_close(x.fixed, turned(k).mean((0, 2)), atol=1e-4, rtol=1e-4)
+        energy = turned(q).unflatten(1, (2, 2)).square().mean((0, 2, 3))
+        rest = turned(k - mean).square().mean((0, 2))
+        torch.testing.assert_close(x.pair, pair_scales(energy, rest, 8), atol=0, rtol=1e-2)
+        assert x.pair.std() > 0.05 and torch.equal(x.pair[:, :4], x.pair[:, 4:])
+
+
+def test_found_once_and_read_back(folder):
+    "The second cache runs no model; nor does the first one of the same weights elsewhere."
+    model = fresh()
+    seen = passes(model)
+    caches = [TurboQuantCache(model, x) for x in ("k3v3", "k2v2", "k4v4")]
+    assert seen == [4 * 256] and all(x.frame is caches[0].frame for x in caches)
+    (file,) = folder.iterdir()
+    assert file.stat().st_size < 10_000 and same_frames(load_calibration(file), caches[0].frame)
+    twin = fresh()
+    seen = passes(twin)
+    cache = TurboQuantCache(twin)
+    assert not seen and same_frames(cache.frame, caches[0].frame)
+    assert cache.report()["frame"] == DRAWN == "ids drawn by Zipf's law"
+    none = TurboQuantCache(twin, Recipe(Spec(), Spec()))
+    assert none.frame is None and none.report()["frame"] == "none"
+
+
+@pytest.mark.parametrize("what", ["weights", "dtype", "RoPE"])
+def test_a_frame_of_others_is_not_taken(what):
+    "Other weights, other numbers of the same, and the same read by another RoPE."
+    first, model = fresh(), fresh(seed=1) if what == "weights" else fresh()
+    TurboQuantCache(first)
+    if what == "dtype":
+        model = model.half()
+    elif what == "RoPE":
+        model.config.rope_parameters = dict(rope_type="default", rope_theta=77.0)
+        model = type(model)(model.config).eval()
+        model.load_state_dict(first.state_dict())
+    seen = passes(model)
+    found = TurboQuantCache(model).frame
+    assert seen and not same_frames(found, frame_of(first))
+
+
+@pytest.mark.parametrize("damage", ["cut", "other", "of other layers", "of another text"])
+def test_a_damaged_file_is_found_again(damage, folder):
+    TurboQuantCache(fresh())
+    (file,) = folder.iterdir()
+    whole, held = file.read_bytes(), load_calibration(file)
+    if damage == "cut":
+        file.write_bytes(whole[:-9])
+    elif damage == "other":
+        write_file(file, {}, {}, "turboquant-nb small 1")
+    elif damage == "of other layers":
+        save_calibration(replace(held, frames=held.frames[:1]), file)
+    else:
+        save_calibration(replace(held, header=held.header | {"text": "mine"}), file)
+    model = fresh()
+    seen = passes(model)
+    found = TurboQuantCache(model).frame
+    assert seen and same_frames(found, held) and file.read_bytes() == whole
+
+
+def test_nothing_can_be_written(tmp_path, monkeypatch):
+    "A folder that cannot be made, or is read-only: found again in each process, without a word."
+    (tmp_path / "file").write_text("no folder")
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    os.chmod(closed, 0o500)
+    for where in (tmp_path / "file" / "below", closed):
+        monkeypatch.setenv("TURBOQUANT_CACHE", str(where))
+        for _ in range(2):
+            model = fresh()
+            seen = passes(model)
+            assert [TurboQuantCache(model).frame is frame_of(model) for _ in "12"] == [1, 1]
+            assert len(seen) == 1 or where == closed  # root may write where nobody may
+    os.chmod(closed, 0o700)
+
+
+def test_a_tokenizer_makes_it_of_text(folder):
+    """Drawn ids until there is a tokenizer, which is said once; then the text, which is
+    remembered and kept beside it."""
+    model = fresh()
+    with pytest.warns(UserWarning, match="no tokenizer lies beside the model.*tokenizer="):
+        drawn = TurboQuantCache(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert TurboQuantCache(model).frame is drawn.frame
+        text = TurboQuantCache(model, tokenizer=Letters())
+        assert text.report()["frame"] == TEXT and drawn.report()["frame"] == DRAWN
+        assert TurboQuantCache(model).frame is text.frame
+        twin = fresh()
+        seen = passes(twin)
+        assert same_frames(TurboQuantCache(twin).frame, text.frame) and not seen
+    assert not same_frames(drawn.frame, text.frame)
+    assert sorted(x.name[17:] for x in folder.iterdir()) == [
+        "drawn.safetensors",
+        "text.safetensors",
+    ]
+    other = fresh(seed=1)
+    assert TurboQuantCache(other).report()["frame"] == DRAWN
+    F.remember_tokenizer(other, Letters())
+    assert TurboQuantCache(other).report()["frame"] == TEXT
+    told = find_frame(other, random_ids(2, 50))
+    assert TurboQuantCache(other, frame=told).report()["frame"] == "given"
+
+
+def test_ids_of_text_and_drawn_ones(monkeypatch):
+    model = fresh()
+    ids = F.text_ids(model, Letters())
+    assert ids.shape == (4, 256) and len(F.frame_texts()) == 4  # all that the model reads
+    assert F.text_ids(model, Letters(), ["some words"] * 2, 7).shape == (2, 7)
+    assert all(len(set(row.tolist())) > 15 for row in ids)
+    drawn = F.drawn_ids(model)
+    assert drawn.shape == (4, 256) and torch.equal(drawn, F.drawn_ids(model))
+    with torch.device("meta"):  # a default device is not theirs
+        assert torch.equal(F.drawn_ids(model), drawn)
+    count = torch.bincount(drawn.flatten(), minlength=VOCAB).double() / drawn.numel()
+    want = 1 / torch.arange(1, VOCAB + 1).double()
+    assert (count - want / want.sum()).abs().max() < 0.03 and len(count) == VOCAB
+    monkeypatch.setattr(F, "longest_context", lambda config: None)
+    assert F.drawn_ids(model).shape == (4, 512) and F.drawn_ids(model, 600).shape == (4, 600)
+
+
+# --- adapters
+
+
+def test_adapters_have_frames_of_their_own():
+    "One for each set that takes part; a cache that lives keeps the one that it began with."
+    peft = pytest.importorskip("peft")
+    how = dict(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(fresh(), peft.LoraConfig(**how)).eval()
+    adapted = TurboQuantCache(model)
+    with model.disable_adapter():
+        plain = TurboQuantCache(model)
+        assert not same_frames(plain.frame, adapted.frame)
+        assert TurboQuantCache(model).frame is plain.frame
+    assert TurboQuantCache(model).frame is adapted.frame
+    assert same_frames(plain.frame, frame_of(fresh()))
+    ids = random_ids(1, 30)
+    logits(model, ids, past_key_values=adapted)
+    held = [x.store.key.frame.mean.clone() for x in adapted.layers]
+    adapted.reset()
+    with model.disable_adapter():
+        logits(model, ids, past_key_values=adapted)
+    assert all(torch.equal(x.store.key.frame.mean, y) for x, y in zip(adapted.layers, held))
+
+
+# --- what is refused
+
+
+def test_a_config_alone_is_refused_with_the_reason():
+    model = fresh()
+    why = "a config alone has no frame, which this recipe's keys are coded in: give the model"
+    for recipe in (None, "k2v2", Recipe(Spec(3, center="fixed"))):
+        with pytest.raises(ValueError, match=why):
+            TurboQuantCache(model.config, recipe)
+    bare = TurboQuantCache(model.config, Recipe(Spec(), Spec()))
+    given = TurboQuantCache(model.config, frame=find_frame(model))
+    assert bare.report()["frame"] == "none" and given.recipes[0].key.center == "pre_rope"
 
 
 def test_what_is_no_frame_of_this_model_is_refused(tmp_path):
-    model = tiny("llama")
-    ids = prompt(1, 64, padded=False)["input_ids"]
-    frame = find_frame(model, ids)
-    half = ModelFrame(frame.layers[:1], frame.header)
-    fixed = [replace(x, turns=False) for x in frame.layers]
-    bare = [LayerFrame(x.mean, None, True) for x in frame.layers]
+    "One sentence each, and where that can be when the cache is made."
+    model, path = fresh(), tmp_path / "f"
+    good, x = find_frame(model), random_ids(1, 20)
+    wide = given_frame(tiny("llama", num_key_value_heads=4))
+    some = lambda *of: Calibration([], good.header, of)
     for bad, why in (
-        (find_frame(tiny("gpt2"), ids), "the frame is of another model: it has model type"),
-        (half, "the frame has 1 layers, got 2 recipes"),
-        (ModelFrame(tuple(fixed), frame.header), "a mean after RoPE in layer 0"),
+        (
+            find_frame(tiny("gpt2")),
+            "is of another model: it has model type 'gpt2', not 'llama'",
+        ),
+        (some(*good.frames[:1]), "the frame has 1 layers, the model 2 with keys"),
+        (some(), "frame must hold frames, got a calibration without any"),
     ):
         with pytest.raises(ValueError, match=why):
-            cache_of(model, bad)
-    with pytest.raises(TypeError, match="frame must be a ModelFrame, got str"):
-        cache_of(model, "frame.safetensors")
-    with pytest.raises(TypeError, match="frame must be a ModelFrame, got LayerFrame"):
-        save_frame(frame.layers[0], tmp_path / "z")
-    with pytest.raises(TypeError, match="frame must be a LayerFrame, got ModelFrame"):
-        store(held=frame)
-    cache = cache_of(model, ModelFrame(tuple(bare), frame.header))
-    with pytest.raises(ValueError, match="the frame must have a pair"), torch.no_grad():
-        model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match=r"frame's mean must have shape"):
-        store(held=LayerFrame(torch.zeros(3, 64), torch.ones(3, 64), True))
-    for bad in (dict(mean=torch.full((2, 4), math.inf)), dict(pair=-torch.ones(2, 4))):
-        with pytest.raises(ValueError, match="finite|above 0"):
-            LayerFrame(**bad)
-    with pytest.raises(ValueError, match="ids must be"):
-        find_frame(model, ids[:, :3])
-    (tmp_path / "x").write_bytes(b"no frame")
-    save_frame(ModelFrame(frame.layers, {}), tmp_path / "y")
-    for name, why in (("x", "is not a readable frame"), ("y", "about")):
+            TurboQuantCache(model, frame=bad)
         with pytest.raises(ValueError, match=why):
-            load_frame(tmp_path / name)
+            TurboQuantCache(model, frame=bad, recipe="k2v2")
+    write_file(path, {}, {}, "turboquant-nb small 1")
+    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration"):
+        TurboQuantCache(model, frame=path)
+    with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
+        TurboQuantCache(model, frame=tmp_path / "none.safetensors")
+    with pytest.raises(
+        TypeError, match="must be a file, a hub id or a Calibration, got LayerF"
+    ):
+        TurboQuantCache(model, frame=good.frames[0])
+    cache = TurboQuantCache(model, frame=some(*wide.frames))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"frame's mean must have shape \[2, 8\], got \[4"):
+            logits(model, x, past_key_values=cache)
+        cache.recover()
+    halves = [replace(f, pair=None) for f in good.frames]
+    assert TurboQuantCache(model, frame=some(*halves)).recipes[0].key.pair_scale == "none"
+    asked = Recipe(Spec(3, center="auto", pair_scale="frame"))
+    with pytest.raises(ValueError, match="pair_scale='frame' needs a frame with 'pair'"):
+        logits(model, x, past_key_values=TurboQuantCache(model, asked, frame=some(*halves)))
+    for bad, why in (
+        (dict(mean=torch.full((2, 8), torch.nan)), "mean must be finite"),
+        (dict(pair=torch.zeros(2, 8)), "pair must be above 0"),
+        (dict(mean=torch.ones(2, 8), pair=torch.ones(2, 4)), "must have one shape"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            LayerFrame(**bad)
+
+
+def test_texts_and_ids_that_give_no_frame_are_refused():
+    model = fresh()
+    many = SimpleNamespace(input_ids=[VOCAB + 3] * 600)
+    with pytest.raises(
+        ValueError, match=f"tokenizer is of another model: it gives id {VOCAB + 3}"
+    ):
+        TurboQuantCache(model, tokenizer=lambda text, truncation: many)
+    with pytest.raises(ValueError, match="each text must have at least 6 tokens, got 0"):
+        F.text_ids(model, Letters(), [""])
+    with pytest.raises(ValueError, match="each text must have at least 6 tokens, got 0"):
+        F.text_ids(model, Letters(), [])
+    with pytest.raises(ValueError, match="ids must be .* at least 6 tokens"):
+        find_frame(model, random_ids(2, 5))
+    with pytest.raises(TypeError, match="ids must be a tensor"):
+        find_frame(model, [[1, 2]])
+    with pytest.raises(ValueError, match="skip must be"):
+        find_frame(model, random_ids(2, 9), skip=-1)
+    model.lm_head.weight.data[:] = torch.inf  # which no key is made of
+    find_frame(model)
+    model.model.layers[1].self_attn.k_proj.weight.data[:] = torch.inf
+    with pytest.raises(ValueError, match="llama could not .*frame= must give one.*finite"):
+        TurboQuantCache(model)
+
+
+def test_a_model_that_reads_no_ids_needs_a_frame():
+    "What its decoder makes of ids is an error; nothing of it stays, and a frame helps."
+    model = fresh()
+    model.get_decoder().forward = lambda inputs_embeds, **more: 1 / 0
+    with pytest.raises(ValueError, match="llama could not read token ids .* frame= must give"):
+        TurboQuantCache(model)
+    assert TurboQuantCache(model, frame=given_frame(model)).report()["frame"] == "given"
+
+
+# --- several at once, and broken off
+
+
+def test_two_threads_find_one():
+    model, found, errors = fresh(), [], []
+    seen, ready = passes(model), threading.Barrier(4)
+
+    def work():
+        try:
+            ready.wait()
+            found.append(TurboQuantCache(model).frame)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [x.start() for x in threads], [x.join() for x in threads]
+    assert not errors and len(seen) == 1 and all(x is found[0] for x in found)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
+def test_a_search_that_is_broken_off_leaves_the_model_as_it_was(attention, folder):
+    "Training, hooks, attention, what is remembered and what is kept; the next cache finds it."
+    model = fresh()
+    model.set_attn_implementation(attention)
+    model.train(), model.model.layers[0].mlp.eval()  # a part has a mode of its own
+    asked = transformers.AttentionInterface.get_interface.asked
+
+    def look():
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        modes = [m.training for m in model.modules()], torch.is_grad_enabled()
+        return modes, hooks, dict(asked), model.config._attn_implementation, set(vars(model))
+
+    before, layer = look(), model.model.layers[1]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    hook = layer.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        TurboQuantCache(model)
+    hook.remove()
+    assert look() == before and not any(F._KEPT.get(model, {}).values())
+    assert not folder.exists()
+    found = TurboQuantCache(model).frame
+    modes, hooks, *rest = look()
+    assert (modes, rest) == (before[0], list(before[2:]))
+    assert same_frames(found, frame_of(fresh()))
+
+
+# --- the first use
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_the_first_use_is_inside_generate(mode, half):
+    """By `enable`, whose first call of `generate` makes the cache, in any mode of gradients and
+    under autocast; what is found is a plain tensor, of use in every other mode."""
+    model, inputs = fresh(), prompt(2, 20)
+    default = enable(model)
+    F._KEPT.pop(model)  # as if the model had none yet
+    for file in Path(os.environ["TURBOQUANT_CACHE"]).rglob("*.safetensors"):
+        file.unlink()
+    seen = passes(model)
+    with mode(), torch.autocast("cpu", half, enabled=half is not None):
+        out = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert seen[0] == 4 * 256 and out.shape == (2, 24) and default.report["frame"] == DRAWN
+    frame = frame_of(model)
+    tensors = [x for f in frame.frames for x in f.tensors.values()]
+    assert not any(x.is_inference() or x.requires_grad for x in tensors)
+    assert {x.dtype for x in tensors} == {torch.float32}
+    plain = frame_of(fresh(), None) if half is None else None
+    assert plain is None or same_frames(frame, plain)
+    again = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert half is not None or torch.equal(again, out)
+
+
+def test_a_model_on_the_turboquant_attention_reads_by_its_own():
+    "Of one that knows SDPA, and of Gemma 2, whose cap only eager attention has."
+    for name in ("llama", "gemma2"):
+        found = []
+        for attention in ("eager", "turboquant"):
+            model = fresh(name, seed=3)
+            model.set_attn_implementation(attention)
+            found.append(find_frame(model))
+            assert model.config._attn_implementation == attention
+        for one, other in zip(*(x.frames for x in found)):
+            for n, x in one.tensors.items():
+                torch.testing.assert_close(x, other.tensors[n], atol=1e-4, rtol=1e-2)
+
+
+# --- kinds of models
+
+
+def test_sliding_and_full_layers_turn_by_frequencies_of_their_own():
+    model = fresh("gemma3_text")
+    cache = TurboQuantCache(model)
+    one, other = (x.inv_freq for x in cache.info.layers)
+    assert one != other and {x.recipe.key.center for x in cache.layers} == {"pre_rope"}
+    ids = random_ids(2, 40)
+    frame = find_frame(model, ids, skip=0).frames
+    held = transformers.DynamicCache()  # that frees nothing
+    with torch.no_grad():
+        model(ids, past_key_values=held)
+    for x, layer, freq in zip(frame, held.layers, (one, other)):
+        turn = lambda k, f: apply_rope(k, -torch.arange(40), inv_freq=torch.tensor(f))
+        mean = lambda f: turn(layer.keys, f).mean((0, 2))
+        torch.testing.assert_close(x.mean, mean(freq), atol=2e-3, rtol=1e-2)
+        wrong = one if freq is other else other
+        assert (x.mean - mean(wrong)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", SHARERS)
+def test_keys_that_several_layers_read_are_scaled_for_all_of_their_queries(name):
+    torch.manual_seed(0)
+    kind = getattr(transformers, name + "Config")(**BASE | SHARERS[name])
+    model = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation="sdpa")
+    model = model.eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+    frame = find_frame(model)
+    assert len(frame.frames) == 2 and all(x.pair is not None for x in frame.frames)
+    with torch.no_grad():  # the last layer reads the keys of the second
+        attention = model.get_decoder().layers[3].self_attn
+        scale = torch.linspace(0.1, 8, attention.q_proj.weight.shape[0])[:, None]
+        attention.q_proj.weight.mul_(scale)
+        attention.q_norm = torch.nn.Identity()
+    changed = find_frame(model)
+    first, second = zip(frame.frames, changed.frames)
+    assert torch.equal(first[0].pair, first[1].pair)
+    assert torch.equal(second[0].mean, second[1].mean)
+    assert not torch.equal(second[0].pair, second[1].pair)
+
+
+def test_a_model_without_rope_has_a_mean_that_stands_still():
+    model = fresh("gpt2")
+    frame = find_frame(model).frames
+    assert all(x.tensors.keys() == {"fixed", "pair"} and x.center == "fixed" for x in frame)
+    assert {r.key.center for r in TurboQuantCache(model).recipes} == {"fixed"}
+    assert all(len(set(x.pair.flatten().tolist())) > 8 for x in frame)  # each channel its own
+
+
+def test_latents_have_empty_frames():
+    model = fresh("deepseek_v3")
+    frame = find_frame(model)
+    assert [x.tensors for x in frame.frames] == [{}, {}]
+    cache = TurboQuantCache(model, frame=frame)
+    assert cache.frame is None and {r.wants_frame for r in cache.recipes} == {False}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])
+def test_layers_without_keys_have_none(name):
+    model = fresh(name)
+    cache = TurboQuantCache(model)
+    assert len(cache.frame.frames) == len(cache.coded_layers)
+    assert (len(cache.layers) > len(cache.coded_layers)) == (name != "falcon_h1")
+    for x, frame in zip(cache.coded_layers, cache.frame.frames):
+        assert x.frame is frame and frame.pair is not None and frame.fixed.shape == (2, 8)
+    out = model.generate(**prompt(2, 20), past_key_values=cache, max_new_tokens=2)
+    assert out.shape == (2, 22)
+
+
+@pytest.mark.parametrize("name", ["Qwen2_5_VL", "Gemma3", "Llava"])
+def test_a_model_with_eyes_reads_text(name):
+    "By its language model alone; its pictures come later, at positions of their own."
+    model = copy.deepcopy(with_eyes(name))
+    seen = []
+    for m in model.modules():
+        if "Vision" in type(m).__name__:
+            m.register_forward_pre_hook(lambda *_: seen.append(1))
+    cache = TurboQuantCache(model)
+    center = "fixed" if name.startswith("Qwen") else "pre_rope"
+    assert not seen and {r.key.center for r in cache.recipes} == {center}
+    assert all(x.pair is not None for x in cache.frame.frames)
+
+
+# --- files
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_saved_cache_carries_its_frame(name, tmp_path):
+    """Read back with a model that has none, or with its config: no pass, the same next tokens,
+    the same frame after reset, and where it came from."""
+    model, inputs = fresh(name), prompt(2, 40, padded=False)
+    _, cache = generate(model, inputs, "turboquant", "k3v3", max_new_tokens=6)
+    cache.save(tmp_path / "c")
+    twin, ids = fresh(name), inputs["input_ids"][:, :3]
+    seen = passes(twin)
+    loaded = TurboQuantCache.load(tmp_path / "c", twin)
+    assert not seen and loaded.report()["frame"] == cache.report()["frame"] == DRAWN
+    others = [loaded, copy.deepcopy(cache), TurboQuantCache.load(tmp_path / "c", model.config)]
+    want = logits(model, ids, past_key_values=cache)
+    for other in others:
+        assert (logits(model, ids, past_key_values=other) - want).abs().max() < 1e-5
+        for x, y in zip(other.coded_layers, cache.coded_layers):
+            assert torch.equal(x.store.key.frame.pair, y.store.key.frame.pair)
+        other.reset()
+        logits(model, ids, past_key_values=other)
+        for x, y in zip(other.coded_layers, cache.coded_layers):
+            assert torch.equal(x.store.key.frame.mean, y.store.key.frame.mean)
+            assert torch.equal(x.store.key.frame.pair, y.store.key.frame.pair)
+    given = TurboQuantCache(model, "k3v3", frame=given_frame(model))
+    generate(model, inputs, "turboquant", cache=given, max_new_tokens=2)
+    given.save(tmp_path / "d")
+    again = TurboQuantCache.load(tmp_path / "d", model.config)
+    assert again.report()["frame"] == given.report()["frame"] == "given"
+
+
+def test_a_chunk_that_cannot_be_coded_changes_nothing():
+    model, ids = tiny("llama"), prompt(1, 12, padded=False)["input_ids"]
+    model.set_attn_implementation("turboquant")
+    cache = TurboQuantCache(model, "k3v3")
+    bad = torch.full((1, 2, 12, 8), torch.nan)
+    for states, why in ((bad, "keys of layer 0 must be finite"), (bad[:, :1], "must")):
+        with pytest.raises(ValueError, match=why):
+            cache.update(states, states, 0)
+        cache.recover()
+    want = logits(model, ids, past_key_values=TurboQuantCache(model, "k3v3"))
+    assert torch.equal(logits(model, ids, past_key_values=cache), want)

@@ -149,16 +149,22 @@ class _Sums:
                 sums.add_queries(query)
         return own(module, query, *args, **kwargs)
 
+    def frames(self) -> list:
+        "Of what was seen: that of each coded layer. Raises ValueError where one was not seen."
+        if lost := [i for i, x in self.layers.items() if not x.tokens]:
+            raise ValueError(f"layers {lost} gave the cache no keys")
+        of = lambda x: LayerFrame() if x.latent else self.layers[x.index].frame()
+        return [of(x) for x in self.info.coded]
+
 
 @contextmanager
 def _at_rest(model: nn.Module):
-    "While this lasts, nothing is dropped out, and no gradient is kept."
+    "While this lasts, nothing is dropped out."
     trains = [m for m in model.modules() if m.training]
     for m in trains:
         m.training = False
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            yield
+        yield
     finally:
         for m in trains:
             m.training = True
@@ -251,11 +257,9 @@ def find_frame(
     check_ids(ids, skip)
     sums = _Sums(info, skip)
     try:
-        _read(model, ids, sums)
-        if lost := [i for i, x in sums.layers.items() if not x.tokens]:
-            raise ValueError(f"layers {lost} gave the cache no keys")
-        of = lambda x: LayerFrame() if x.latent else sums.layers[x.index].frame()
-        frames = [of(x) for x in info.coded]
+        with torch.inference_mode(False), torch.no_grad():
+            _read(model, ids, sums)
+            frames = sums.frames()
     except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(_must_be_given(model, why)) from error
@@ -321,7 +325,7 @@ def frame_of(
     `find_frame`. Warns where no tokenizer is at hand."""
     model = _itself(model)
     tokenizer = _TOKENIZERS.get(model) if tokenizer is None else tokenizer
-    with _ONE:
+    with _ONE, torch.inference_mode(False):
         info = ModelInfo(model) if info is None else info
         name = tuple(adapters_of(model)), tuple(info.layers)
         kept = _KEPT.setdefault(model, {})

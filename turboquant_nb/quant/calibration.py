@@ -22,7 +22,12 @@ from .mixed_precision import at_bits
 from ..theory.centre import shared_cos_sin
 from ..theory.rates import allocate_bits
 from ..theory.rope import apply_cos_sin
-from ..theory.transforms import PAIR_RANGE, HeadTransform, pair_scales, register_transform
+from turboquant_nb.theory.transforms import (
+    PAIR_RANGE,
+    HeadTransform,
+    pair_scales,
+    register_transform,
+)
 
 # %% ../../nbs/23_calibration.ipynb #baa2fa73
 @dataclass(frozen=True, eq=False)
@@ -216,7 +221,8 @@ def load_calibration(
     tensors.only(maps + parts)
     maps = [tensors.tensor(n, torch.bfloat16, None, None, None) for n in maps]
     held = {n: tensors.tensor(n, torch.float32, None, None) for n in parts if n in tensors}
-    of = lambda i: {n[:-4]: x for n, x in held.items() if n.endswith(i)}
+    # copies: the file may be written anew while they are in use
+    of = lambda i: {n[:-4]: x.clone() for n, x in held.items() if n.endswith(i)}
     frames = tuple(LayerFrame(**of(i)) for i in frames)
     header = {name: x for name, x in header.items() if name != "frames"}
     found = Calibration([HeadTransform.of(x) for x in maps], header, frames)
