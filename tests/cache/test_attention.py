@@ -73,7 +73,8 @@ def read_unrounded(store, name):
 
 
 def reference(q, store, chunk, mask, first, **kwargs):
-    """fp64 softmax over `store.read`, with the exact chunk in place of its codes; in the frame, rounded to the dtype as queries and keys are there."""
+    """fp64 softmax over `store.read`, with the exact chunk in place of its codes; in the frame,
+    rounded to the dtype as queries and keys are there."""
     pair = store.key.frame.pair
     if pair is not None:
         by_query = pair.float().repeat_interleave(q.shape[1] // store.heads, 1)

@@ -31,8 +31,8 @@ def scaled(bits=2, sinks=4, recent=16, center="pre_rope", value=4, **more):
 
 
 def states(b=2, h=2, groups=3, d=32, n=300, seed=0, dtype=torch.float32, rotary=None):
-    """Keys with a mean and queries, of pairs of unequal energies, rotated by RoPE; and the frame
-    of their layer: (q, k, v, inv_freq, frame)."""
+    """Keys with a mean and queries, of pairs of unequal energies, rotated by RoPE; and the
+    frame of their layer: (q, k, v, inv_freq, frame)."""
     g = torch.Generator().manual_seed(seed)
     r = d // 2 * 2 if rotary is None else rotary
     size = torch.randn(h, r // 2, generator=g).exp()

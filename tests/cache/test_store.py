@@ -90,9 +90,10 @@ def assert_same_snapshot(a, b):
 
 class Dense:
     """What a store must hold, in the slowest way: the states of each row, keys times the pair
-    scale of the frame, and what coding them gives with its mean. A position is exact if it is one of the first
-    `sinks` of its row, or the last that was written to its slot of a ring of `recent` slots.
-    Positions below `truncated` have lost the last bit of codes of 3 and 4 bits."""
+    scale of the frame, and what coding them gives with its mean. A position is exact if it is
+    one of the first `sinks` of its row, or the last that was written to its slot of a ring of
+    `recent` slots. Positions below `truncated` have lost the last bit of codes of 3 and 4
+    bits."""
 
     def __init__(self, store):
         self.recipe, self.dtype, self.tile, self.truncated_tiles = (
@@ -680,8 +681,8 @@ def test_a_padded_row_is_coded_as_one_alone(center, gen):
 @pytest.mark.parametrize("start", ((0, 0), (0, 40)))
 @pytest.mark.parametrize("codebook, d", (("sphere", 16), ("trellis", 16), ("sphere", 128)))
 def test_chunks_and_other_rows_change_no_code(center, start, codebook, d, gen):
-    """The same 400 states at once, in 100 + 16 + 284, and alone: the same planes and scales, bit
-    for bit. Kills: anything that is taken from the tokens of a chunk, or of another row."""
+    """The same 400 states at once, in 100 + 16 + 284, and alone: the same planes and scales,
+    bit for bit. Kills: anything that is taken from the tokens of a chunk, or of another row."""
     key = Spec(3, center=center, pair_scale="frame", codebook=codebook)
     recipe = Recipe(key, Spec(2, codebook=codebook), sinks=4, recent=16)
     k, v = (torch.randn(2, 2, 2, 400, d, generator=gen) + 1).unbind()
