@@ -498,7 +498,7 @@ def test_what_is_no_frame_of_this_model_is_refused(tmp_path):
         logits(model, x, past_key_values=TurboQuantCache(model, asked, frame=some(*halves)))
     for bad, why in (
         (dict(mean=torch.full((2, 8), torch.nan)), "mean must be finite"),
-        (dict(pair=torch.zeros(2, 8)), "pair must be above 0"),
+        (dict(pair=torch.zeros(2, 8)), "pair must lie from 1/16 to 16"),
         (dict(mean=torch.ones(2, 8), pair=torch.ones(2, 4)), "must have one shape"),
     ):
         with pytest.raises(ValueError, match=why):
