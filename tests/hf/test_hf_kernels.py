@@ -511,15 +511,15 @@ class Found(Silent):
 )
 @pytest.mark.parametrize("tokens, launches", [(512, 1), (700, 2)])
 def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
-    """In the second layer Triton searches for nothing. Coding takes 490 function calls (642
+    """In the second layer Triton searches for nothing. Coding takes 470 function calls (642
     when each layer made its tensors one by one), and PyTorch fills memory twice: all that is
     new together, and the flags (13 times)."""
-    from turboquant_nb.kernels import encode_launch, launcher, mean
+    from turboquant_nb.kernels import encode_launch, launcher
 
     made, monkey = [], monkeypatch.setattr
     monkey(launcher, "READY", {})
-    for of in (mean._sums_launcher, mean._mean_launcher, encode_launch._long_launcher):
-        monkey(of, "kernel", Found(made, of.kernel.__name__))
+    long = encode_launch._long_launcher
+    monkey(long, "kernel", Found(made, long.kernel.__name__))
     model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=3), max_position_embeddings=1100)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(model, "k3v3", backend="triton", graphs=False)
@@ -527,17 +527,16 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
     with torch.no_grad():
         assert cache.take()
         cache.update(k, k, 0)
-        assert [x for x in made if x.startswith("search")][:3] == made[:3]
+        assert made[0].startswith("search")
         made.clear()
         calls = host_calls(lambda: cache.update(k, k, 1))
-        names = ["_sums_kernel", "_mean_kernel", *["_encode_kernel"] * launches]
-        assert made == names, made
+        assert made == ["_encode_kernel"] * launches, made
         with Named() as operations:
             cache.update(k, k, 2)
     fills = sum(
         operations.n[name] for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
     )
-    assert calls <= 490 and fills <= 2, (calls, operations.n)
+    assert calls <= 470 and fills <= 2, (calls, operations.n)
     assert all(x.store.length == tokens and x.coded["kernel"] for x in cache.layers)
 
 
@@ -546,16 +545,18 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
     reason="Triton's interpreter, where there is no GPU",
 )
 @pytest.mark.parametrize("static", [False, True])
-def test_what_a_layer_costs_the_host(static, silent):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_a_layer_costs_the_host(scaled, static, silent):
     """Append and attention of one token in one layer: three launches, three operations, and 138
     function calls at most, 147 where the device counts, two of which make an append whole that
-    is broken off; transformers' own cache and SDPA need 25 and as many launches."""
+    is broken off; transformers' own cache and SDPA need 25 and as many launches. A pair scale
+    takes two operations more, and two views of the query."""
     pytest.importorskip("triton.experimental.gluon")
     model = tiny(**SMALL | dict(head_dim=64, num_hidden_layers=2), max_position_embeddings=1100)
     model.set_attn_implementation("turboquant")
     cache = TurboQuantCache(
         model,
-        "k3v3",
+        Recipe() if scaled else Recipe(Spec(center="auto")),
         backend="triton",
         graphs=False,
         **dict(max_length=700, static=True) if static else {},
@@ -580,7 +581,8 @@ def test_what_a_layer_costs_the_host(static, silent):
         layer(0)
         with Calls() as operations:
             layer(1)
-        assert operations.n <= 3 and calls <= (147 if static else 138), (operations.n, calls)
+        most = (147 if static else 138) + 20 * scaled
+        assert operations.n <= 3 + 4 * scaled and calls <= most, (operations.n, calls)
     assert cache.layers[1].backends == {"triton": 5} and (
         static or cache.layers[1].store.length == 305
     )  # a kernel that does nothing counts nothing

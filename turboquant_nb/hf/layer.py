@@ -256,8 +256,9 @@ class TurboQuantLayer(CacheLayerMixin):
         kind = key_states.dtype, key_states.device
         rope, known = {}, (self.inv_freq, dk, key_states.device)
         if self.inv_freq is not None:
-            plain = torch.tensor(self.inv_freq, dtype=torch.float32)
-            rope["inv_freq"] = self.reader.tables.get(known) or plain
+            rope["inv_freq"] = self.reader.tables.get(known)
+            if rope["inv_freq"] is None:
+                rope["inv_freq"] = torch.tensor(self.inv_freq, dtype=torch.float32)
         self.store = KVStore(
             self.recipe,
             b,

@@ -116,6 +116,8 @@ class Recipe(TwoSides):
             done = frame is None or frame.pair is None
             done = done or transform_class(self.key.rotation).per_head
             scales = "none" if done else "frame"
+        if (center, scales) == (self.key.center, self.key.pair_scale):
+            return self
         return replace(self, key=replace(self.key, center=center, pair_scale=scales))
 
 # %% ../../nbs/20b_recipe.ipynb #a960cdb2
