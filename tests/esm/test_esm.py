@@ -68,6 +68,7 @@ def code(model):
 
 
 PLAIN = Recipe(Spec(bits=4), Spec(bits=4), sinks=0, recent=0)
+FRAMED = Recipe(Spec(bits=4, center="pre_rope", pair_scale="frame"), Spec(bits=4), 1, 4)
 
 
 # --- exactness of the wrapped model
@@ -148,9 +149,10 @@ def test_decode_continues_exactly(model, steps, causal):
     torch.testing.assert_close(torch.cat(out, 1), want[:, prefix:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["exact", "code", "list"])
+@pytest.mark.parametrize("kind", ["exact", "code", "list", "framed"])
 def test_ragged_batches_are_single_sequences(model, code, kind):
-    use = {"exact": None, "code": code, "list": [PLAIN, "k4v4"]}[kind]
+    kinds = {"exact": None, "code": code, "list": [PLAIN, "k4v4"], "framed": FRAMED}
+    use = kinds[kind]
     seqs = proteins(3, 15, 40, seed=5)
     more = torch.randint(4, 24, (3, 4), generator=torch.Generator().manual_seed(1))
     ids, mask = tokens(seqs)
