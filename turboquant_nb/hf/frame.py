@@ -292,7 +292,9 @@ def find_frame(
         with torch.inference_mode(False), torch.no_grad():
             _read(model, ids, sums)
             frames = sums.frames()
-    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(_must_be_given(model, why)) from error
     more = {"tokens": len(ids) * (ids.shape[1] - skip), "gain": [], "text": said}
