@@ -24,7 +24,7 @@ import os
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..files import cache_dir, private_folder
@@ -103,8 +103,10 @@ def _vocabulary(model) -> int:
 
 
 def _length(model, asked: int | None) -> int:
-    "Tokens of a window: those that are asked for, as far as the model reads."
-    return min(asked or WINDOW, longest_context(model.config) or math.inf)
+    """Tokens of a window: those that are asked for, as far as the model reads. Tables of
+    positions do not all begin at 0, so a few are spared."""
+    most = longest_context(model.config) or math.inf
+    return min(asked or WINDOW, max(most - 8, SKIP + 2))
 
 
 def text_ids(
@@ -243,9 +245,15 @@ def check_ids(ids, skip: int, batch: int = 1) -> None:
         raise ValueError(f"ids must be {want}, got {list(ids.shape)} of {ids.dtype}")
 
 
+def _decoder_of(model) -> nn.Module:
+    "The part that reads ids, without the head; of what transformers does not say, the whole."
+    found = model.get_decoder(), getattr(model, "base_model", None)
+    return next((x for x in found if isinstance(x, PreTrainedModel)), model)
+
+
 def _read(model, ids: Tensor, sums: _Sums) -> None:
     "One pass of the model's decoder over the windows, by an attention of transformers' own."
-    decoder, cache = model.get_decoder(), DynamicCache(config=sums.info.config)
+    decoder, cache = _decoder_of(model), DynamicCache(config=sums.info.config)
     update, coded = cache.update, {x.index for x in sums.info.coded if not x.latent}
 
     def keep(k, v, layer, *args, **kwargs):
