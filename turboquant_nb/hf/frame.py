@@ -173,12 +173,12 @@ class _Sums:
         return own(module, query, *args, **kwargs)
 
     def frames(self) -> list:
-        "Of what was seen: that of each coded layer. Raises ValueError where one was not seen."
+        """Of what was seen: that of each coded layer, empty where there were no keys. Raises
+        ValueError where there were none at all."""
         coded = self.info.coded
-        lost = [x.index for x in coded if not x.latent and x.index not in self.found]
-        if lost:
-            raise ValueError(f"layers {lost} gave the cache no keys")
-        return [LayerFrame() if x.latent else self._frame(x.index) for x in coded]
+        if not self.found and not all(x.latent for x in coded):
+            raise ValueError("its layers gave the cache no keys")
+        return [self._frame(x.index) if x.index in self.found else LayerFrame() for x in coded]
 
     def _frame(self, layer: int) -> LayerFrame:
         mean, fixed, rest = self.found[layer]
