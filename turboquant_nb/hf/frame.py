@@ -22,7 +22,7 @@ import os
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..files import cache_dir, private_folder
@@ -99,8 +99,10 @@ def _vocabulary(model) -> int:
 
 
 def _length(model, asked: int | None) -> int:
-    "Tokens of a window: those that are asked for, as far as the model reads."
-    return min(asked or WINDOW, longest_context(model.config) or math.inf)
+    """Tokens of a window: those that are asked for, as far as the model reads. Tables of
+    positions do not all begin at 0, so a few are spared."""
+    most = longest_context(model.config) or math.inf
+    return min(asked or WINDOW, max(most - 8, SKIP + 2))
 
 
 def text_ids(
@@ -150,11 +152,13 @@ class _Sums:
         return own(module, query, *args, **kwargs)
 
     def frames(self) -> list:
-        "Of what was seen: that of each coded layer. Raises ValueError where one was not seen."
-        if lost := [i for i, x in self.layers.items() if not x.tokens]:
-            raise ValueError(f"layers {lost} gave the cache no keys")
-        of = lambda x: LayerFrame() if x.latent else self.layers[x.index].frame()
-        return [of(x) for x in self.info.coded]
+        """Of what was seen: that of each coded layer, empty where there were no keys. Raises
+        ValueError where there were none at all."""
+        seen = {i: x for i, x in self.layers.items() if x.tokens}
+        if self.layers and not seen:
+            raise ValueError("its layers gave the cache no keys")
+        coded = (x.index for x in self.info.coded)
+        return [seen[i].frame() if i in seen else LayerFrame() for i in coded]
 
 
 @contextmanager
@@ -211,9 +215,15 @@ def check_ids(ids, skip: int, batch: int = 1) -> None:
         raise ValueError(f"ids must be {want}, got {list(ids.shape)} of {ids.dtype}")
 
 
+def _decoder_of(model) -> nn.Module:
+    "The part that reads ids, without the head; of what transformers does not say, the whole."
+    found = model.get_decoder(), getattr(model, "base_model", None)
+    return next((x for x in found if isinstance(x, PreTrainedModel)), model)
+
+
 def _read(model, ids: Tensor, sums: _Sums) -> None:
     "One pass of the model's decoder over the windows, by an attention of transformers' own."
-    decoder, cache = model.get_decoder(), DynamicCache(config=sums.info.config)
+    decoder, cache = _decoder_of(model), DynamicCache(config=sums.info.config)
     update = cache.update
 
     def keep(k, v, layer, *args, **kwargs):
@@ -260,7 +270,9 @@ def find_frame(
         with torch.inference_mode(False), torch.no_grad():
             _read(model, ids, sums)
             frames = sums.frames()
-    except (AttributeError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(_must_be_given(model, why)) from error
     more = {"tokens": len(ids) * (ids.shape[1] - skip), "gain": [], "text": said}
