@@ -174,14 +174,21 @@ def _at_rest(model: nn.Module):
             m.training = True
 
 
+def _name_of(model) -> str:
+    "As its config says it; of a folder the last part."
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    return Path(name).name if os.path.exists(name) else name
+
+
 @contextmanager
 def _patience(model, tokens: int, seconds: float = 2.0):
-    "Say what takes so long, where it does."
-    name = getattr(model.config, "name_or_path", "") or model.config.model_type
+    "Say what takes so long, where it does and somebody sits before the terminal."
+    name = _name_of(model) or model.config.model_type
     say = f"turboquant-nb: reading {tokens:,} tokens once for the frame of {name} …"
     timer = threading.Timer(seconds, print, (say,), dict(file=sys.stderr, flush=True))
     timer.daemon = True
-    timer.start()
+    if sys.stderr is not None and sys.stderr.isatty():
+        timer.start()
     try:
         yield
     finally:
@@ -190,10 +197,9 @@ def _patience(model, tokens: int, seconds: float = 2.0):
 
 def provenance(model, ids: Tensor, skip: int) -> dict:
     "Where a calibration comes from: model, texts, versions."
-    name = str(getattr(model.config, "_name_or_path", "") or "")
     return {
         "about": read_facts(model.config),
-        "model": Path(name).name if os.path.exists(name) else name,
+        "model": _name_of(model),
         "revision": getattr(model.config, "_commit_hash", None),
         "data": hashlib.sha256(ids.cpu().long().contiguous().numpy().tobytes()).hexdigest(),
         "length": ids.shape[1],
@@ -334,7 +340,7 @@ def frame_of(
     info: ModelInfo | None = None,  # of the model, where it is at hand
 ) -> Calibration:
     """The frame of a model, found once: kept with the model and on disk. Raises ValueError as
-    `find_frame`. Warns where no tokenizer is at hand."""
+    `find_frame`. Warns where no tokenizer is at hand for a model that came from somewhere."""
     model = _itself(model)
     tokenizer = _TOKENIZERS.get(model) if tokenizer is None else tokenizer
     with _ONE, torch.inference_mode(False):
@@ -344,7 +350,7 @@ def frame_of(
         found = kept.get(name)
         if found is None or (tokenizer is not None and found.header["text"] != TEXT):
             found = kept[name] = _found_or_kept(model, info, tokenizer)
-            if found.header["text"] == DRAWN:
+            if found.header["text"] == DRAWN and _name_of(model):
                 warnings.warn(
                     "no tokenizer lies beside the model, so its frame is of drawn ids, by "
                     "which two bits lose more: give TurboQuantCache tokenizer=, or frame=",
