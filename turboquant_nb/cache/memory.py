@@ -414,6 +414,7 @@ class Part:
         """Hold every state in the frame of a model's layer. Raises ValueError where what the
         keys ask for is missing or of other heads."""
         names = {"mean": "mean" if self.q.centre.rotates else "fixed", "pair": "pair"}
+        frame = frame.on(self.q.device) if self.frame_names else frame
         given = {name: getattr(frame, names[name]) for name in self.frame_names}
         for name, x in given.items():
             if x is None:
@@ -428,7 +429,7 @@ class Part:
             self.frame.pair.copy_(given["pair"][:, None])
         if "mean" in given:
             scale = 1 if self.frame.pair is None else self.frame.pair.float()
-            self.frame.mean.copy_(given["mean"][:, None].to(self.q.device) * scale)
+            self.frame.mean.copy_(given["mean"][:, None] * scale)
 
     @property
     def frame_names(self) -> tuple:

@@ -326,7 +326,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _scaled(self, keys: Tensor) -> Tensor:
         "Keys [B, H, n, d] times the pair scale, rounded to their dtype, as the store has them."
-        if keys.element_size() < 2:
+        if keys.dtype.itemsize < 2:
             return keys  # the store refuses them
         if self.is_initialized:
             return self.store.key.into_frame(keys)
@@ -334,7 +334,8 @@ class TurboQuantLayer(CacheLayerMixin):
         fits = pair is not None and keys.ndim == 4
         if not fits or pair.shape != (keys.shape[1], keys.shape[3]):
             return keys  # the store refuses them
-        return (keys * pair.to(keys.device, torch.bfloat16)[:, None]).to(keys.dtype)
+        pair = self.frame.on(keys.device).pair[:, None].to(torch.bfloat16)
+        return (keys * pair).to(keys.dtype)
 
     def _append_with_drafts(self, states: tuple, drafts: int, unseen=None):
         "Code a prompt, then the drafts behind it, which may be cropped."

@@ -9,7 +9,7 @@ __all__ = ['FORMAT', 'LayerFrame', 'FrameSums', 'Calibration', 'save_calibration
 # %% ../../nbs/23_calibration.ipynb #555da8a6
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ class LayerFrame:
     fixed: Tensor | None = None  # of keys as attention sees them
     # within `PAIR_RANGE` of 1, alike in both channels of a RoPE pair
     pair: Tensor | None = None
+    placed: dict = field(default_factory=dict, init=False, repr=False)  # device -> see `on`
 
     def __post_init__(self):
         for name, x in self.tensors.items():
@@ -61,6 +62,14 @@ class LayerFrame:
         "The centre that suits keys best, by its name in a `Spec`."
         names = {"pre_rope": self.mean, "fixed": self.fixed}
         return next((name for name, x in names.items() if x is not None), "none")
+
+    def on(self, device: torch.device) -> "LayerFrame":
+        """The same on a device, kept for whoever asks again: a copy to a GPU waits until the GPU
+        has done all that it was given."""
+        if device not in self.placed:
+            moved = {name: x.to(device) for name, x in self.tensors.items()}
+            self.placed[device] = LayerFrame(**moved)
+        return self.placed[device]
 
     def of_heads(self, heads: slice) -> "LayerFrame":
         "That of some of the KV heads."

@@ -9,6 +9,7 @@ __all__ = ['PRESETS', 'TwoSides', 'Recipe', 'preset', 'as_recipe']
 import json
 import math
 from dataclasses import InitVar, asdict, dataclass, replace
+from functools import lru_cache
 
 from .. import checks
 from .quantizer import Spec
@@ -70,6 +71,12 @@ class TwoSides:
         return cls.from_dict(data)
 
 # %% ../../nbs/20b_recipe.ipynb #2101c814
+@lru_cache(maxsize=64)
+def _settled(recipe: "Recipe", center: str, scales: str) -> "Recipe":
+    "One object for all layers that settle alike, which is compared sooner than equal ones."
+    return replace(recipe, key=replace(recipe.key, center=center, pair_scale=scales))
+
+
 @dataclass(frozen=True)
 class Recipe(TwoSides):
     """How a cache is coded: one `Spec` for keys, one for values, and how many tokens stay
@@ -118,7 +125,7 @@ class Recipe(TwoSides):
             scales = "none" if done else "frame"
         if (center, scales) == (self.key.center, self.key.pair_scale):
             return self
-        return replace(self, key=replace(self.key, center=center, pair_scale=scales))
+        return _settled(self, center, scales)
 
 # %% ../../nbs/20b_recipe.ipynb #a960cdb2
 PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (2, 2), (1, 1))} | {
