@@ -12,7 +12,6 @@ window.tqGlossary = {
  "distortion": "squared error of a code for a number of variance one",
  "embedded code": "a code whose first bits are themselves a code",
  "embedded codes": "a code whose first bits are themselves a code",
- "frame": "what a layer's keys are coded around and multiplied by: a mean and a pair scale, found once for a model",
  "Haar rotation": "a rotation drawn so that all rotations are equally likely",
  "head transform": "an invertible matrix for every head, applied to keys; queries get its inverse transpose",
  "int8 grid": "levels written as small integers times one step, so that kernels can multiply integers",
