@@ -157,10 +157,9 @@ def pair_cache(
     exact_dtype: torch.dtype,  # that exact states are held in
     all_quantised: bool = False,  # no token is recent
     layer: type = PairLayer,  # or a subclass that codes otherwise
-    frame=None,  # as for `TurboQuantCache`
 ) -> Cache:
     "The cache for one pass: a pair layer for each layer that the real cache codes."
-    layers = TurboQuantCache(model, recipe, frame=frame).layers
+    layers = TurboQuantCache(model, recipe).layers
     about = exact_dtype, all_quantised
     pair = lambda x: layer(x, *about) if isinstance(x, TurboQuantLayer) else x
     return Cache(layers=[pair(x) for x in layers])

@@ -122,7 +122,6 @@ class OnePass:
 
     layer: type = PairLayer  # what holds the states of one layer
     count: bool = True  # fill a real cache to count its bits; False: they are NaN
-    frame: object = None  # as for `TurboQuantCache`
     name = "one_pass"
 
     def supports(self, candidate: Candidate, protocol: str) -> tuple:  # (bool, reason)
@@ -137,8 +136,7 @@ class OnePass:
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
         every, dtype = protocol == "stress", candidate.dtype or model.dtype
-        how = dtype, every, self.layer, self.frame
-        cache = pair_cache(model, candidate.recipe, *how)
+        cache = pair_cache(model, candidate.recipe, dtype, every, self.layer)
         if not every and start is None:
             start = prefill(model, ids[:, :prompt])
         with attending(model, PAIR, pair_attention):
