@@ -260,18 +260,17 @@ def test_kernels():
 
 @pytest.mark.parametrize("protocol", ["decode", "stress"])
 def test_one_pass_reads_codes_of_a_frame(protocol):
-    """What `OnePass` meets is what a real cache codes, also in a frame that is given; with a
-    frame it is nearer to the exact model."""
+    """What `OnePass` meets is what a real cache codes; with a frame it is nearer to the exact
+    model."""
     model, ids = made("llama")[0], prompt(2, 80, padded=False)["input_ids"]
-    for held in (None, given_frame(model)):
-        candidate, start = as_candidate(model, "k3v3", dtype=None), prefill(model, ids[:, :50])
-        _, cache = OnePass(frame=held).predict(model, ids, candidate, protocol, 50, start)
-        real = TurboQuantCache(model, "k3v3", frame=held)
-        for i, x in pair_layers(cache).items():
-            real.update(x.keys, x.values, i)
-            for one, other in zip(x.layer.store.parts, real.layers[i].store.parts):
-                pairs = zip(one.tensors.items(), other.tensors.values())
-                assert all(torch.equal(a, b) for (n, a), b in pairs if n != "recent")
+    candidate, start = as_candidate(model, "k3v3", dtype=None), prefill(model, ids[:, :50])
+    _, cache = OnePass().predict(model, ids, candidate, protocol, 50, start)
+    real = TurboQuantCache(model, "k3v3")
+    for i, x in pair_layers(cache).items():
+        real.update(x.keys, x.values, i)
+        for one, other in zip(x.layer.store.parts, real.layers[i].store.parts):
+            pairs = zip(one.tensors.items(), other.tensors.values())
+            assert all(torch.equal(a, b) for (n, a), b in pairs if n != "recent")
     want, error = logits(model, ids)[:, 49:-1], []
     for key in (Spec(2), Spec(2, center="auto", pair_scale="auto")):
         coded = as_candidate(model, Recipe(key, Spec(4)), dtype=None)
