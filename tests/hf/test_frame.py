@@ -402,6 +402,9 @@ def test_a_tokenizer_makes_it_of_text(folder):
         assert TurboQuantCache(other).report()["frame"] == DRAWN
     F.remember_tokenizer(other, Letters())
     assert TurboQuantCache(other).report()["frame"] == TEXT
+    third = fresh(seed=2)
+    F.remember_tokenizer(third, lambda text, truncation: SimpleNamespace(input_ids=[99] * 600))
+    assert TurboQuantCache(third).report()["frame"] == DRAWN  # it is of another model
     told = find_frame(other, random_ids(2, 50))
     assert TurboQuantCache(other, frame=told).report()["frame"] == "given"
 

@@ -53,6 +53,7 @@ def frame_texts() -> list:
 
 
 _TOKENIZERS = WeakKeyDictionary()  # model -> tokenizer
+_KEPT = WeakKeyDictionary()  # model -> {(adapters, its layers): frame}
 
 
 def _itself(model):
@@ -61,8 +62,9 @@ def _itself(model):
 
 
 def remember_tokenizer(model: nn.Module, tokenizer) -> None:
-    "Say what a model reads with, where its `name_or_path` does not."
+    "Say what a model reads with, where its `name_or_path` does not; its frame is found anew."
     _TOKENIZERS[_itself(model)] = tokenizer
+    _KEPT.pop(_itself(model), None)
 
 
 def _tokenizer_of(model):
@@ -267,10 +269,24 @@ def find_frame(
     what are no windows, a tokenizer of another model, and a model that does not read ids."""
     info, said = ModelInfo(model), "ids that were given"
     if ids is None:
-        tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
-        said = DRAWN if tokenizer is None else TEXT
-        ids = drawn_ids(model) if tokenizer is None else text_ids(model, tokenizer)
+        ids, said = _ids_for(model, tokenizer)
     check_ids(ids, skip)
+    return _found(model, info, ids, skip, said)
+
+
+def _ids_for(model, tokenizer) -> tuple:  # (ids, of what they are)
+    """Of the text, by the tokenizer that is given, or by one on this machine that fits; else
+    drawn. Raises ValueError as `text_ids` for the one that is given."""
+    if tokenizer is not None:
+        return text_ids(model, tokenizer), TEXT
+    if (own := _tokenizer_of(model)) is not None:
+        with suppress(ValueError):
+            return text_ids(model, own), TEXT
+    return drawn_ids(model), DRAWN
+
+
+def _found(model, info: ModelInfo, ids: Tensor, skip: int, said: str) -> Calibration:
+    "By one pass. Raises ValueError for a model that does not read ids."
     sums = _Sums(info, skip)
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -285,8 +301,7 @@ def find_frame(
     return Calibration([], provenance(model, ids, skip) | more, tuple(frames))
 
 # %% ../../nbs/50g_frame.ipynb #50a0000c
-# model -> {(adapters, its layers): frame}; one thread finds
-_KEPT, _ONE = WeakKeyDictionary(), threading.RLock()
+_ONE = threading.RLock()  # one thread finds
 
 
 def _digest_of(model, info: ModelInfo) -> str | None:
@@ -321,11 +336,11 @@ def _found_or_kept(model, info: ModelInfo, tokenizer) -> Calibration:
     digest = _digest_of(model, info)
     found = _load_kept(info, digest, TEXT)
     if found is None:
-        tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
-        found = None if tokenizer is not None else _load_kept(info, digest, DRAWN)
+        ids, said = _ids_for(model, tokenizer)
+        found = _load_kept(info, digest, DRAWN) if said == DRAWN else None
     if found is not None:
         return found
-    found = find_frame(model, tokenizer=tokenizer)
+    found = _found(model, info, ids, SKIP, said)
     with suppress(OSError):
         if digest is not None:
             path = _file_of(digest, found.header["text"])
@@ -342,7 +357,6 @@ def frame_of(
     """The frame of a model, found once: kept with the model and on disk. Raises ValueError as
     `find_frame`. Warns where no tokenizer is at hand for a model that came from somewhere."""
     model = _itself(model)
-    tokenizer = _TOKENIZERS.get(model) if tokenizer is None else tokenizer
     with _ONE, torch.inference_mode(False):
         info = ModelInfo(model) if info is None else info
         name = tuple(adapters_of(model)), tuple(info.layers)
