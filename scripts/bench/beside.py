@@ -2,8 +2,9 @@
 [--parts attention append generate] [--moved WHY] --out FILE.
 
 FOLDER holds an older `turboquant_nb` and its `scripts`. Each package runs in a process of its
-own, older, newer, older, newer, …, so that what a machine does in between meets both; bf16 alone varies by 5 %
-from machine to machine. A row has the least of the rounds' medians of both and their ratio.
+own, older, newer, older, newer, …, so that what a machine does in between meets both; bf16
+alone varies by 5 % from machine to machine. A row has the least of the rounds' medians of both
+and their ratio.
 
 `attention`: one token's whole attention in a CUDA graph, µs, L2 emptied. `append`: a token to a
 static store in a CUDA graph, µs, and the host's time to launch one. `generate`: whole calls on

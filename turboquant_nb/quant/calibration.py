@@ -64,8 +64,8 @@ class LayerFrame:
         return next((name for name, x in names.items() if x is not None), "none")
 
     def on(self, device: torch.device) -> "LayerFrame":
-        """The same on a device, kept for whoever asks again: a copy to a GPU waits until the GPU
-        has done all that it was given."""
+        """The same on a device, kept for whoever asks again: a copy to a GPU waits until it has
+        done all that it was given."""
         if device not in self.placed:
             moved = {name: x.to(device) for name, x in self.tensors.items()}
             self.placed[device] = LayerFrame(**moved)
