@@ -330,8 +330,6 @@ def _found(model, info: ModelInfo, ids: Tensor, skip: int, said: str) -> Calibra
     more = {"tokens": len(ids) * (ids.shape[1] - skip), "gain": [], "text": said}
     return Calibration([], provenance(model, ids, skip) | more, tuple(frames))
 
-
-
 # %% ../../nbs/50g_frame.ipynb #50a0000c
 _ONE = threading.RLock()  # one thread finds
 
