@@ -21,6 +21,7 @@ from turboquant_nb.hf import (
 )  # first: it says how to get transformers
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
+from ..quant.calibration import LayerFrame
 from ..quant.recipe import PRESETS, Recipe
 
 # %% ../../nbs/81_candidates.ipynb #df2a504d
@@ -152,7 +153,9 @@ def _parts_of(x) -> list:
         return list(x.values())
     if isinstance(x, (list, tuple, set)):
         return list(x)
-    skip = isinstance(x, (type, ModuleType, nn.Module, torch.dtype, np.ndarray)) or callable(x)
+    none = type, ModuleType, nn.Module, torch.dtype, np.ndarray
+    # a frame is the model's, whichever caches it has
+    skip = isinstance(x, (*none, LayerFrame)) or callable(x)
     if skip or type(x).__name__.endswith("Config"):
         return []
     slots, own = getattr(type(x), "__slots__", ()), getattr(x, "__dict__", None)
