@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from ..files import Saved, read_file, write_file
 from .cache import TurboQuantCache
 from .layer import TurboQuantLayer
-from .report import came_from
+from .frame import came_from
 from turboquant_nb.hf.model_info import (
     ModelInfo,
     _recipes_from_json,

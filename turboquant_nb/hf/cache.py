@@ -28,7 +28,7 @@ from turboquant_nb.hf.hooks import (
     serve_expansions,
     serve_handles,
 )
-from .frame import frame_of
+from .frame import came_from, frame_of
 from .layer import _DRAFTS, NAME, MixedLayer, Reader, TurboQuantLayer
 from turboquant_nb.hf.model_info import (
     EXPAND,
@@ -545,4 +545,4 @@ class TurboQuantCache(Cache):
     def report(self) -> Report:
         """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
         included), per value that an uncompressed cache of this model would hold."""
-        return report_of(self)
+        return report_of(self, came_from(self.frame))

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WINDOW', 'SKIP', 'TEXT', 'DRAWN', 'frame_texts', 'remember_tokenizer', 'text_ids', 'drawn_ids', 'provenance',
-           'check_ids', 'find_frame', 'frame_of']
+           'check_ids', 'find_frame', 'frame_of', 'came_from']
 
 # %% ../../nbs/50g_frame.ipynb #50a00006
 import sys
@@ -371,3 +371,11 @@ def frame_of(
                     stacklevel=4,
                 )
         return found
+
+
+def came_from(frame: Calibration | None) -> str:
+    "How a cache has got the `Calibration` that holds its frame."
+    if frame is None:
+        return "none"
+    of = frame.header.get("text")
+    return of if of in (TEXT, DRAWN) else "given"
