@@ -361,7 +361,7 @@ def test_a_damaged_file_is_found_again(damage, folder):
 
 
 def test_nothing_can_be_written(tmp_path, monkeypatch):
-    "A folder that cannot be made, or is read-only: found again in each process, without a word."
+    "A folder that cannot be made, or is read-only: found again in each process, silently."
     (tmp_path / "file").write_text("no folder")
     closed = tmp_path / "closed"
     closed.mkdir()
