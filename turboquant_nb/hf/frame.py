@@ -7,6 +7,9 @@ __all__ = ['WINDOW', 'SKIP', 'TEXT', 'DRAWN', 'frame_texts', 'remember_tokenizer
            'check_ids', 'find_frame', 'frame_of', 'came_from']
 
 # %% ../../nbs/50g_frame.ipynb #50a00006
+import hashlib
+import math
+import os
 import sys
 import threading
 import warnings
@@ -15,10 +18,6 @@ from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from weakref import WeakKeyDictionary
-
-import hashlib
-import math
-import os
 
 import torch
 from torch import Tensor, nn
