@@ -274,8 +274,10 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "falcon_h1"])
 def test_conversation_continues(name):
+    """A turn of several tokens: what leaves the exact ones between its first and its last token
+    is read as codes by the decoded past, and exactly by attention on codes."""
     model, inputs = tiny(name), prompt(2, 20)
-    for recipe in ("k3v3", exact_recipe()):
+    for recipe in ("k4v4", exact_recipe()):
         results = []
         for attention in two(model):
             out, cache = generate(model, inputs, attention, recipe)

@@ -263,9 +263,10 @@ class TurboQuantCache(Cache):
         own = model_or_config if module else None
         self.frame = _frame_for(self.info, recipes, own, frame, calibration, tokenizer)
         frames = self.frame.frames if self.frame else [None] * len(recipes)
-        if self.frame and own is not None and own.device.type != "meta":
+        device = getattr(own, "device", None)
+        if self.frame and device is not None and device.type != "meta":
             for x in frames:  # before a pass, which would wait for it
-                x.on(own.device)
+                x.on(device)
         self.recipes = [r.settled(x) for r, x in zip(recipes, frames)]
         layers = self.info.own_layers()
         reading = self.info.reading
