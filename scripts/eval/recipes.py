@@ -62,9 +62,22 @@ def trellis():
         yield f"{name} trellis", replace(table, **sides), BOTH
 
 
+def served():
+    "Presets beside what an engine's cells hold of their frames: a mean after RoPE."
+    for name in ("k3v3", "k2v2-trellis"):
+        own = preset(name)
+        yield name, own, BOTH
+        yield (
+            f"{name}, mean after RoPE",
+            replace(own, key=replace(own.key, center="fixed")),
+            BOTH,
+        )
+
+
 SETS = {  # of (name, recipe or other, protocols)
     "ablation": ablation,
     "trellis": trellis,
+    "served": served,
     "presets": lambda: ((p, preset(p), BOTH) for p in PRESETS),
     "others": lambda: ((x, x, BOTH) for x in OTHERS),
 }
