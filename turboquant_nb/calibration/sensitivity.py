@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .fit import frame_center, observed, rope_frequencies
-from ..hf.frame import check_ids, provenance
+from .fit import frame_center, observed
+from ..hf.frame import check_ids, provenance, rope_frequencies
 from ..hf import ModelInfo, TurboQuantCache
 from ..hf.hooks import After, AttentionCall, Instead, hooked
-from ..quant.calibration import Calibration, LayerFrame
+from ..quant.calibration import Calibration
 from ..quant.quantizer import decode, encode
 from ..quant.recipe import Recipe, as_recipe
 from ..quant.mixed_precision import at_bits, make_quantizer
@@ -48,9 +48,8 @@ class _Probe:
         coder, c, s = make_quantizer(spec, x.shape[3], x.device), 0.0, 1.0
         frame = self.frames[layer]
         if spec.centre.holds_mean:
-            turns = spec.centre.rotates
-            frame = frame if turns else LayerFrame(fixed=frame.fixed, pair=frame.pair)
-            c = frame_center(frame, self.inv_freqs[layer], x.shape[2], x.device)
+            inv_freq = self.inv_freqs[layer] if spec.centre.rotates else None
+            c = frame_center(frame, inv_freq, x.shape[2], x.device)
         if spec.pair_scale != "none":
             s = frame.pair[:, None].to(x.device)
         y = decode(coder, encode(coder, (x.float() - c) * s, None, "x")) / s + c

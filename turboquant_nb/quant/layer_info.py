@@ -136,11 +136,8 @@ def read_facts(
 
 def longest_context(config) -> int | None:
     "Tokens that the model was made to read at most; None where the configuration says nothing."
-    names = (
-        "max_position_embeddings",
-        "max_seq_len",
-        "max_target_positions",
-    )  # MPT's; Whisper's
+    # The second name is MPT's, the third Whisper's.
+    names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
     return next((x for n in names if (x := getattr(_text(config), n, None))), None)
 
 

@@ -200,10 +200,8 @@ class ServingConfig:
                 f"the calibration has {about['layers']} layers with heads of "
                 f"{about['head size']}, layer {layer} with heads of {d_key} is asked for"
             )
-        frame, named = (
-            found.frames[layer].of_heads(heads) if found.frames else LayerFrame(),
-            None,
-        )
+        frame = found.frames[layer].of_heads(heads) if found.frames else LayerFrame()
+        named = None
         spec = self.recipe.settled(replace(frame, mean=None)).key  # cells hold one after RoPE
         if found.transforms:
             matrix = found.transforms[layer].matrix[heads]
