@@ -25,17 +25,18 @@ def angles(store, first: int, last: int) -> Tensor:
     return rows_at(store.rope_table, store.start, at)
 
 # %% ../../nbs/30e_append.ipynb #30e0000a
-def replace_tiles(store, drop: int, tiles: int) -> None:
-    "Give a store other tensors of codes: without the first tiles, and with room for `tiles`."
+def replace_tiles(store, drop: int, tiles: int, then=lambda: None) -> None:
+    """Give a store other tensors of codes: without the first tiles, and with room for `tiles`.
+    This and `then` are done both, or neither."""
     new = resized([part.memory for part in store.parts], drop, tiles)
-    truncated = [max(0, part.memory.truncated_tiles - drop) for part in store.parts]
     offset = store.offset + drop * store.tile
 
     def change():
         store.offset = offset
-        for part, tensors, short in zip(store.parts, new, truncated):
-            part.memory.tensors, part.memory.truncated_tiles = tensors, short
+        for part, tensors in zip(store.parts, new):
+            part.memory.tensors = tensors
         store.changed()
+        then()
 
     commit(change)
 
@@ -88,44 +89,24 @@ def append_by_host(store, k, v, names, code=_code) -> None:
 
 
 def _took(store, states, confirm=None) -> None:
-    """States were coded: note exact copies, truncation and length, all or none of them.
+    """States were coded: note exact copies and the length, all or none of them.
     What may fail comes first: everything is allocated, and `confirm`, which may still refuse
     the codes, waits for the device as late as it can."""
     k, _ = states
-    length, decay = store.length + k.shape[2], store.recipe.decay
+    length = store.length + k.shape[2]
     sinks = store.length < max(store.ranges.starts) + store.recipe.sinks
     unpadded = not any(store.ranges.starts)
     exact = [
         part.exact.prepare(x, store.length, store.start, sinks, unpadded)
         for part, x in zip(store.parts, states)
     ]
-    older = [] if decay is None else _truncations(store, length - decay, length)
     if confirm is not None:
         confirm()
 
     def change():
         for part, new in zip(store.parts, exact):
             part.exact.put(new)
-        _adopt(store, older)
         store.length = length
         store.clock.count(length)
 
     commit(change)
-
-
-def _truncations(store, before: int, length: int) -> list:
-    "[(part, what it adopts)] for whole tiles below `before`, where that changes something."
-    tiles = (min(before, length) - store.offset) // store.tile
-    return [(p, p.truncation(tiles)) for p in store.parts if p.memory.truncated_tiles < tiles]
-
-
-def _adopt(store, truncations: list) -> None:
-    "Take what `_truncations` made."
-
-    def change():
-        for part, truncation in truncations:
-            part.adopt(truncation)
-        store.changed()
-
-    if truncations:
-        commit(change)

@@ -135,7 +135,7 @@ class DeviceClock(HostClock):
             "moving": f"a static store stays on {have}, got {got}",
             "look-up": "the store is static: its steps may be captured, and the host then "
             "knows no length",
-            "a cut past": "static must be False where tokens were freed, truncated or ended",
+            "a cut past": "static must be False where tokens were freed or ended",
         }[what]
 
     def now(self, store):

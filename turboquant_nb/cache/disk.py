@@ -14,6 +14,7 @@ from .. import checks
 from .clock import HostClock, clock_of
 from .exact import _plain
 from .memory import Memory
+from .decay import DecayStore, store_class
 from .store import KVStore, _rewind
 from ..files import Saved
 from ..quant.calibration import LayerFrame
@@ -30,9 +31,7 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
     tensors = {}
     for name, part in zip(("key", "value"), store.parts):
         for n, t in part.tensors.items():
-            lacks = part.memory.tiles_before(n)
-            cut = t[:, :, : tiles - lacks] if n in part.memory.tensors else t
-            tensors[f"{name}.{n}"] = cut
+            tensors[f"{name}.{n}"] = t[:, :, :tiles] if n in part.memory.tensors else t
     tensors["start"] = store.start
     tensors |= store.key.q.rotation.stored
     if store.cos_sin is not None:
@@ -44,9 +43,9 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
         "recipe": store.recipe.to_json(),
         "dtype": str(store.dtype).split(".")[1],
     }
-    truncated = [part.memory.truncated_tiles for part in store.parts]
-    if any(truncated):
-        header["truncated"] = truncated
+    for older in store.runs[:-1]:
+        own, header["older"] = state_of(older)
+        tensors |= {f"older.{name}": t for name, t in own.items()}
     return tensors, header | store.clock.settings | {"d": [store.key.q.d, store.value.q.d]}
 
 
@@ -77,26 +76,20 @@ def _numbers_of(header: Saved) -> dict:
             f"offset must be a multiple of the tile {n['tile']}, got {n['offset']}"
         )
     n["tiles"] = math.ceil((n["length"] - n["offset"]) / n["tile"])
-    n["truncated"] = Saved({"truncated": [0, 0]} | header).wholes("truncated", 2, 0, n["tiles"])
     return n | {"d": header.wholes("d", 2, 1, _WIDEST)}
 
 
 def _kinds(n: dict, r: Recipe, dtype: torch.dtype) -> dict:  # {name: (dtype, shape, least)}
     """Of the tensors of a store ("end" may be missing; None: any size), by the numbers of its
-    header. Raises ValueError for truncated tiles that its codes cannot have."""
+    header."""
     rows = n["batch"], n["heads"]
     out = {name: (torch.long, rows[:1], None) for name in ("start", "end")}
-    sides = zip(
-        ("key", "value"), (r.key, r.value), n["d"], ("channel", "token"), n["truncated"]
-    )
-    for side, spec, d, along, cut in sides:
+    sides = zip(("key", "value"), (r.key, r.value), n["d"], ("channel", "token"))
+    for side, spec, d, along in sides:
         memory = Memory(code := find_code(spec, d), along, n["tile"])
-        if cut and not memory.truncated_planes:
-            raise ValueError(f"truncated must be 0 for codes of {side}s, got {cut}")
-        memory.truncated_tiles, least = cut, least_numbers(spec, code)
+        least = least_numbers(spec, code)
         for name, (kind, shape) in memory.kinds(getattr(torch, spec.scale_dtype)).items():
-            tiles = n["tiles"] - memory.tiles_before(name)
-            out[f"{side}.{name}"] = kind, (*rows, tiles, *shape), least.get(name)
+            out[f"{side}.{name}"] = kind, (*rows, n["tiles"], *shape), least.get(name)
         for name, count in {"sinks": r.sinks, "recent": r.recent}.items():
             out[f"{side}.{name}"] = dtype, (*rows, count, d), None
         if spec.centre.holds_mean:
@@ -120,6 +113,18 @@ def _frame_in(tensors: dict, r: Recipe) -> LayerFrame:
     return LayerFrame(**{"mean" if r.key.centre.rotates else "fixed": mean}, pair=pair)
 
 
+def _give_older(store: DecayStore, tensors: dict, header: Saved) -> None:
+    "Let a store have the older one that a file holds. Raises ValueError for another's."
+    own = {name.removeprefix("older."): t for name, t in tensors.items()}
+    older, mine = store_of(own, header.a("older", dict), store.device), store.older
+    for name in ("recipe", "batch", "heads", "tile", "dtype"):
+        if (x := getattr(older, name)) != (want := getattr(mine, name)):
+            raise ValueError(f"{name} of older tokens must be {want}, got {x}")
+    if older.offset < older.length != store.offset:
+        raise ValueError(f"older tokens must end at {store.offset}, got {older.length}")
+    older.ranges, store.older = store.ranges, older
+
+
 @_plain
 def store_of(
     tensors: dict,
@@ -132,9 +137,10 @@ def store_of(
     much room it shall have. Raises ValueError if tensors and header do not fit each other, or
     `max_length` is less than is held."""
     tensors, header = Saved(tensors), Saved.of(header, "header")
+    old = {name: tensors.pop(name) for name in [*tensors] if name.startswith("older.")}
     n, clock, r = _numbers_of(header), clock_of(header), Recipe.from_json(header["recipe"])
     dtype = getattr(torch, header.one_of("dtype", _DTYPES))
-    if n["offset"] or any(n["truncated"]) or "end" in tensors:
+    if n["offset"] or "end" in tensors:
         if why := clock.refuses("a cut past"):
             raise ValueError(why)
     if max_length is not None and max_length < (held := n["length"] - n["offset"]):
@@ -149,7 +155,7 @@ def store_of(
             checks.within(tensors[name], name, 0, most)
     if "map" in tensors and (x := restore_transforms(tensors).name) != r.key.rotation:
         raise ValueError(f"map must be the transform {r.key.rotation}, got {x}")
-    store = KVStore(
+    store = store_class(r)(
         r,
         n["batch"],
         n["heads"],
@@ -164,10 +170,13 @@ def store_of(
     )
     if store.recipe != r:
         raise ValueError(f"recipe must be {store.recipe.to_json()}, got {header['recipe']}")
-    for name, part, truncated in zip(("key", "value"), store.parts, n["truncated"]):
-        part.adopt(part.truncation(truncated))
+    for name, part in zip(("key", "value"), store.parts):
         _restore(part, name, tensors)
     store.offset = n["offset"]
+    if store.decays:
+        _give_older(store, old, header)
+    elif old:
+        raise ValueError("older tokens are of a recipe with decay")
     start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
     _rewind(store, length=n["length"], start=start, end=end, recent_from=n["_recent_from"])
     return store

@@ -14,13 +14,7 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
-from turboquant_nb.cache.append import (
-    _adopt,
-    _truncations,
-    angles,
-    append_by_host,
-    replace_tiles,
-)
+from .append import angles, append_by_host, replace_tiles
 from .clock import DeviceClock, HostClock, check_states, flags_of
 from .exact import Ranges, Tail, _NewExact, _plain, clear, commit, ring_slots
 from .memory import Part, placed
@@ -35,6 +29,8 @@ from ..theory.centre import CosSinCache, shared_cos_sin
 class KVStore:
     """Codes of the keys and values of one layer, with exact sinks and recent tokens. Every
     token is coded when it arrives. Positions count from the first token ever appended."""
+
+    decays = False  # whether old tokens move to another store, see `DecayStore`
 
     @_plain
     def __init__(
@@ -58,7 +54,13 @@ class KVStore:
         frame = LayerFrame() if frame is None else checks.instance(frame, "frame", LayerFrame)
         self.recipe, self.frame = as_recipe(recipe).settled(frame), frame
         self.batch, self.heads, self.dtype = batch, heads, dtype
-        _check_store_args(batch, heads, max_length, dtype, self.recipe, static, tokens)
+        _check_store_args(batch, heads, max_length, dtype, static, tokens)
+        if max_length is not None and self.decays:
+            raise ValueError(
+                "max_length allocates once, so decay frees nothing; choose one of them"
+            )
+        if self.recipe.decay is not None and not self.decays:
+            raise ValueError("decay keeps old tokens in a second store: make a DecayStore")
         self.home = self.device = placed(device)
         self.tile, self.max_length, r = tile, max_length, self.recipe
         start = torch.empty(batch, dtype=torch.long, device=self.device)
@@ -68,7 +70,7 @@ class KVStore:
         self.key = Part(r.key, d_key, "channel", tile, self.device).allocate(**more)
         self.value = Part(r.value, dv, "token", tile, self.device).allocate(**more)
         self.parts = self.key, self.value  # what has codes; all of it moves together
-        _check_codes(self.parts, static, r.decay)
+        _check_codes(self.parts if static else ())
         clear(blank)
         self.key.give(frame)
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
@@ -88,13 +90,23 @@ class KVStore:
 
     def __repr__(self):
         size = f"{self.batch} x {self.heads} heads x {self.length} tokens"
-        return f"KVStore({size}, {self.bits_per_value():.2f} bits per value)"
+        return f"{type(self).__name__}({size}, {self.bits_per_value():.2f} bits per value)"
 
     def __getstate__(self):
         "A copy has the same tensors, a deep copy others; neither remembers anything."
         return self.__dict__ | dict(epoch=self.epoch + 1, _memo={})
 
     # --- what it has
+
+    @property
+    def runs(self) -> tuple:
+        "The stores that hold its tokens, oldest first, itself last; their rows move together."
+        return (self,)
+
+    @property
+    def freed(self) -> int:
+        "Tokens freed at the front."
+        return self.offset
 
     @property
     def start(self) -> Tensor:
@@ -125,12 +137,12 @@ class KVStore:
         """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
         see `tables`."""
         numbers = (self.start, self.end, self.clock.position, self.flags)
-        held = [t for part in self.parts for t in part.tensors.values()]
+        held = [t for run in self.runs for p in run.parts for t in p.tensors.values()]
         return sum(t.nbytes for t in (*held, *numbers) if t is not None)
 
     def bits_per_value(self) -> float:
         "8 * nbytes over the number of key and value entries stored; nan when empty."
-        held = self.batch * self.heads * (self.length - self.offset)
+        held = self.batch * self.heads * (self.length - self.freed)
         values = held * sum(part.q.d for part in self.parts)
         return 8 * self.nbytes / values if values else math.nan
 
@@ -161,6 +173,9 @@ class KVStore:
 
     # --- appending
 
+    def age(self) -> None:
+        "Before tokens come: let those held grow older. Here they stay as they are."
+
     def append(
         self,
         k: Tensor,  # [B, H, n, d_key] in the store's dtype
@@ -171,6 +186,7 @@ class KVStore:
         device, NaN, Inf or a full store, which then is as before. Where a static store is
         captured, values are not looked at, see `sync`, and whoever replays adds n to
         `length`."""
+        self.age()
         self.clock.append(self, self.key.into_frame(k), v, names, append_by_host)
 
     # --- reading
@@ -198,7 +214,7 @@ class KVStore:
 
     def coded(self, side: str, first: int, last: int) -> Coded:
         """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
-        ('key' or 'value'). Codes of truncated tiles are for `levels` of this side."""
+        ('key' or 'value')."""
         length = self.clock.bound(self)
         if not self.offset <= first <= last <= length:
             raise ValueError(
@@ -236,7 +252,7 @@ class KVStore:
         return self.clock.sync(self)
 
 # %% ../../nbs/31_store.ipynb #530b4fc7
-def _check_store_args(batch, heads, max_length, dtype, recipe, static, tokens):
+def _check_store_args(batch, heads, max_length, dtype, static, tokens):
     for name, x, least in (("batch", batch, 1), ("heads", heads, 1), ("tokens", tokens, 0)):
         checks.whole(x, name, least)
     if max_length is not None:
@@ -245,23 +261,15 @@ def _check_store_args(batch, heads, max_length, dtype, recipe, static, tokens):
         raise TypeError(
             f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}"
         )
-    if max_length is not None and recipe.decay is not None:
-        raise ValueError(
-            "max_length allocates once, so decay frees nothing; choose one of them"
-        )
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
 
 
-def _check_codes(parts, static: bool, decay: int | None):
-    "Raise ValueError for codes that cannot do what a store is to do with them."
-    for part in parts if static else ():
+def _check_codes(parts):
+    "Raise ValueError for codes that cannot be made in a captured step."
+    for part in parts:
         if why := part.q.code.refuses("capture"):
             raise ValueError(f"static=True does not serve {why}")
-    if decay is not None and not any(part.memory.truncated_planes for part in parts):
-        if max(max(part.q.channel_bits) for part in parts) > 2:
-            raise ValueError("decay needs a side whose code has a coarser one, got none")
-        raise ValueError("decay needs a side with channels of 3 or 4 bits")
 
 
 def row_tensors(store) -> list:
@@ -286,13 +294,6 @@ def _rewind(store, *, length, start, end, recent_from):
     store.clock.count(length)
 
 
-def _whole_again(store, length: int) -> list:
-    "What parts adopt so that truncated tiles beyond `length` tokens are whole ones again."
-    used = max(0, math.ceil((length - store.offset) / store.tile))
-    cut = [p for p in store.parts if p.memory.truncated_tiles > used]
-    return [(p, p.truncation(used)) for p in cut]
-
-
 def _exchange(store, parts, start, end, then=lambda: None, **numbers) -> None:
     "Have other parts, ranges and numbers, and do what comes `then`: all of it or nothing."
 
@@ -311,16 +312,23 @@ def _exchange(store, parts, start, end, then=lambda: None, **numbers) -> None:
     commit(change)
 
 
-def _code_again(store, start, end, k, v) -> None:
+@patch
+def code_again(
+    self: KVStore,
+    start: Tensor,
+    end: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    then=lambda: None,  # what is done, too, or neither
+) -> None:
     "Move the ranges and code all tokens again: in other tensors, until all are coded."
-    other = copy(store)
-    other.key, other.value = other.parts = deepcopy(store.parts)
-    other.ranges, other.clock = Ranges(store.batch, store.device, start), HostClock()
+    other = copy(self)
+    other.key, other.value = other.parts = deepcopy(self.parts)
+    other.ranges, other.clock = Ranges(self.batch, self.device, start), HostClock()
     other.ranges.know(tuple(start.tolist()))
-    other.length = other._recent_from = 0
-    _adopt(other, _whole_again(other, 0))
-    other.append(k, v)
-    _exchange(store, other.parts, start, end, _recent_from=0)
+    other.length = other.offset = other._recent_from = 0
+    KVStore.append(other, k, v)
+    _exchange(self, other.parts, start, end, then, offset=0, _recent_from=0)
 
 
 @patch
@@ -344,10 +352,10 @@ def set_range(
             return _exchange(self, (), start, end)
         if any(x is None or x.shape[2] != self.length for x in (k, v)):
             raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
-        if self.offset:
-            freed = f"positions below {self.offset} were freed"
+        if self.freed:
+            freed = f"positions below {self.freed} were freed"
             raise ValueError(f"start cannot move any more: {freed}")
-        return _code_again(self, start, end, k, v)
+        return self.code_again(start, end, k, v)
     if end is not self.ranges.end:
         _exchange(self, (), self.start, end)
 
@@ -355,11 +363,20 @@ def set_range(
 @_plain
 def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
     "Every tensor with a row for each sequence becomes f of it, once all of these are made."
-    parts = [p.having({name: f(t) for name, t in p.tensors.items()}) for p in store.parts]
-    for part in parts if device != store.device else ():
-        part.move_to(device)
-    end = None if store.end is None else f(store.end)
-    _exchange(store, parts, f(store.start), end, then, device=device, **numbers)
+    new = {}
+    for run in store.runs:
+        new[run] = [p.having({name: f(t) for name, t in p.tensors.items()}) for p in run.parts]
+        for part in new[run] if device != store.device else ():
+            part.move_to(device)
+    start, end = f(store.start), None if store.end is None else f(store.end)
+    numbers["device"] = device
+
+    def the_rest():
+        for run in store.runs[:-1]:
+            _exchange(run, new[run], start, end, **numbers | {"flags": run.flags})
+        then()
+
+    _exchange(store, new[store], start, end, the_rest, **numbers)
 
 
 def rearrange(store, f, batch: int, then=lambda: None) -> None:
@@ -433,8 +450,8 @@ def crop(
     ValueError if so many are not held."""
     n = abs(checks.whole(tokens, "tokens"))
     self.clock.learn(self)
-    if n > self.length - self.offset:
-        raise ValueError(f"cannot crop {n} tokens of {self.length - self.offset} held")
+    if n > (held := self.length - self.freed):
+        raise ValueError(f"cannot crop {n} tokens of {held} held")
     if not n:
         return tail
     length, left = self.length - n, None
@@ -445,13 +462,11 @@ def crop(
     else:
         since, ring = self.clock.cut(self, length)
     end = None if self.end is None else self.end.clamp(max=length)
-    whole = _whole_again(self, length)
 
     def change():
         self.length, self._recent_from = length, min(since, length)
         for part, new in zip(self.parts, ring):
             part.exact.put(new)
-        _adopt(self, whole)
         if end is not None:
             self.ranges.end = end
             self.changed()
@@ -477,7 +492,7 @@ def _crop_together(
     kind = one.length, recent, one.clock.fixed, one.device, one.device
     for s, t in zip(stores, tails):
         odd = s.offset or s.end is not None
-        if odd or s.recipe.decay is not None or t is None or (t.first, t.past, t.end) != ends:
+        if odd or t is None or (t.first, t.past, t.end) != ends:
             return None
         if (s.length, s.recipe.recent, s.clock.fixed, s.device, t.key.device) != kind:
             return None
@@ -508,7 +523,11 @@ def _crop_together(
 # %% ../../nbs/31_store.ipynb #caf5913a
 @patch
 @_plain
-def evict(self: KVStore, before: int) -> None:
+def evict(
+    self: KVStore,
+    before: int,
+    then=lambda: None,  # what is done, too, or neither
+) -> None:
     """Free whole tiles of positions below `before`, which nothing attends to any more (sliding
     windows)."""
     before = checks.whole(before, "before")
@@ -519,7 +538,7 @@ def evict(self: KVStore, before: int) -> None:
         return
     live = math.ceil((self.length - self.offset) / self.tile) - tiles
     keep = self.capacity // self.tile if self.max_length is not None else live
-    replace_tiles(self, tiles, keep)
+    replace_tiles(self, tiles, keep, then)
 
 
 @patch
@@ -535,24 +554,6 @@ def to(self: KVStore, device) -> None:
         table.reach(self.length)
     _map(self, lambda x: x.to(device), device, flags=flags, cos_sin=table)
 
-# %% ../../nbs/31_store.ipynb #30c51f3c
-@patch
-@_plain
-def decay(self: KVStore, before: int) -> None:
-    """Drop the last plane of codes of 3 or 4 bits in whole tiles of positions below `before`.
-    Raises ValueError where that is not possible."""
-    if self.max_length is not None:
-        raise ValueError(
-            "max_length allocates once, so decay frees nothing; choose one of them"
-        )
-    for part in self.parts:
-        if why := part.q.code.refuses("truncation"):
-            raise ValueError(f"decay drops the last plane of codes; {why}")
-    if not any(part.memory.truncated_planes for part in self.parts):
-        raise ValueError("decay needs a side with channels of 3 or 4 bits")
-    before = checks.whole(before, "before")
-    _adopt(self, _truncations(self, before, self.length))
-
 # %% ../../nbs/31_store.ipynb #00146328
 _KINDS = {"sinks": "exact", "recent": "exact"}  # what tensors are counted as
 
@@ -562,11 +563,11 @@ def bytes_by_kind(store: KVStore) -> dict:
     (sinks and recent), mean, pair (where keys have a pair scale), range (also the counter and
     flags, where there are any)."""
     extras = [name for part in store.parts for name in part.memory.extras]
-    held = store.key.frame_names
+    held, parts = store.key.frame_names, [p for run in store.runs for p in run.parts]
     out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean", *held), 0)
     numbers = (store.start, store.end, store.clock.position, store.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
-    for part in store.parts:
+    for part in parts:
         for name, t in part.tensors.items():
             kind = "planes" if name.startswith("plane") else _KINDS.get(name, name)
             out[kind] += t.nbytes
@@ -582,18 +583,12 @@ def tables_of(store: KVStore) -> list:
             store.cos_sin.inv_freq,
             store.rope_table if store.clock.fixed else store.rope_table[:rows],
         ]
-    for p in store.parts:
+    for p in (p for run in store.runs for p in run.parts):
         out += [*p.q.rotation.tables, *p.q.code.tables]
     return out
 
 # %% ../../nbs/31_store.ipynb #b9efdb40
-def _coded_bytes(
-    spec: Spec,
-    d: int,
-    tile: int,
-    tiles: int,
-    truncated_tiles: int,  # of these without last planes
-) -> int:
+def _coded_bytes(spec: Spec, d: int, tile: int, tiles: int) -> int:
     "Bytes of one head's codes, scales and residual."
     scale, code = {"float32": 4}.get(spec.scale_dtype, 2), find_code(spec, d)
     bits, total = code.channel_bits, tiles * tile * scale
@@ -605,21 +600,20 @@ def _coded_bytes(
         row = (
             half if b == 1 else n + half * (b - 2)
         )  # a bit plane, or a 2-bit base plane and bit planes
-        total += (tile // 4) * (tiles * row - (truncated_tiles * half if b > 2 else 0))
+        total += (tile // 4) * tiles * row
     return total
 
 
 def expected_nbytes(store: KVStore) -> int:
     "What `nbytes` must equal, from the recipe and the number of tiles."
-    rows, r = store.batch * store.heads, store.recipe
+    rows, itemsize = store.batch * store.heads, store.dtype.itemsize
     total = 8 * store.batch * (1 if store.end is None else 2)
     total += 4 * store.clock.fixed + (0 if store.flags is None else 24)
-    for part, spec in zip(store.parts, (r.key, r.value)):
-        d, tiles = part.q.d, store.capacity // store.tile
-        exact = (r.sinks + r.recent) * store.dtype.itemsize
-        frame = 2 * spec.centre.holds_mean + 2 * (spec.pair_scale != "none")
-        total += rows * _coded_bytes(
-            spec, d=d, tile=store.tile, tiles=tiles, truncated_tiles=part.memory.truncated_tiles
-        )
-        total += rows * d * (exact + frame)
+    for run in store.runs:
+        r, tiles = run.recipe, run.capacity // run.tile
+        for part, spec in zip(run.parts, (r.key, r.value)):
+            d, exact = part.q.d, (r.sinks + r.recent) * itemsize
+            frame = 2 * spec.centre.holds_mean + 2 * (spec.pair_scale != "none")
+            total += rows * _coded_bytes(spec, d=d, tile=run.tile, tiles=tiles)
+            total += rows * d * (exact + frame)
     return total

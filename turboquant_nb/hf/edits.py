@@ -45,7 +45,7 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     if not self.drafting:
         self.patience = 8  # of a cache that is cropped again and again no graph is worth it
     oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
-    if self.is_sliding and oldest < self.store.offset and self.store.offset:
+    if self.is_sliding and oldest < self.store.freed and self.store.freed:
         kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"
         raise ValueError(f"cannot crop {n} tokens: a sliding layer keeps {kept}")
     self.tail = self.store.crop(n, self.tail)

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.clock import HostClock
-from ..cache.store import KVStore, tail_with
+from ..cache.decay import store_class
+from ..cache.store import tail_with
 from .hooks import Handle, attention_name, wants_weights
 from .passes import repeated_starts
 from ..kernels import ops
@@ -259,7 +260,7 @@ class TurboQuantLayer(CacheLayerMixin):
             rope["inv_freq"] = self.reader.tables.get(known)
             if rope["inv_freq"] is None:
                 rope["inv_freq"] = torch.tensor(self.inv_freq, dtype=torch.float32)
-        self.store = KVStore(
+        self.store = store_class(self.recipe)(
             self.recipe,
             b,
             h,
@@ -374,6 +375,8 @@ class TurboQuantLayer(CacheLayerMixin):
             wait = None if first_chunk and unseen is None else False
             how = self.backend, self.names, wait, True
             coder = ops.append(self.store, key_states, value_states, *how)
+            if first_chunk:  # which attends to itself as it came
+                self.store.age()
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()

@@ -58,16 +58,10 @@ def _pays_from(layers: list, parts: dict, values: int) -> int | None:
     never does, or forgets tokens."""
     if not values or any(x.is_sliding for x in layers):
         return None
-    store = layers[0].store
-    each = (
-        sum(parts.get(x, 0) for x in ("planes", "scale", "signs", "residual_norm"))
-        * store.tile
-        / store.capacity
-    )
-    fixed, dense = (
-        sum(parts.values()) - each * store.capacity / store.tile,
-        2 * values / layers[0].held,
-    )
+    store, coded = layers[0].store, ("planes", "scale", "signs", "residual_norm")
+    room = sum(run.capacity for run in store.runs) / store.tile
+    each = sum(parts.get(x, 0) for x in coded) / room
+    fixed, dense = (sum(parts.values()) - each * room, 2 * values / layers[0].held)
     if each >= dense * store.tile:
         return None
     tiles = 1 + int(

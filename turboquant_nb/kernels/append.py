@@ -34,14 +34,6 @@ from turboquant_nb.kernels.encode_launch import (
 from .launcher import is_current
 
 # %% ../../nbs/40f_fused_append.ipynb #2204b283
-def _truncates(store, before: int) -> bool:
-    "Whether whole tiles below `before` are to lose a plane now."
-    return any(
-        s.memory.truncated_planes and s.memory.truncated_tiles < before // store.tile
-        for s in (store.key, store.value)
-    )
-
-
 def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
     "Whether k and v are a short append that fits; everything else takes the long way."
     for x, q in zip((k, v), plan.qs):
@@ -54,8 +46,6 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
         ):
             return False
     n, at = k.shape[2], store.length - store.offset
-    if store.recipe.decay is not None and _truncates(store, at + n - store.recipe.decay):
-        return False
     room = math.inf  # it can be made
     if store.max_length is not None:
         room = min(store.key.memory.tiles * store.tile, store.max_length)
@@ -108,7 +98,7 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
         Place(0, limit=max_length, on_device=True),
     )
     states = [s.x for s in sides]
-    plan.launch_long(states, tensors, (0, 0), sides[0].mean, numbers, place)
+    plan.launch_long(states, tensors, sides[0].mean, numbers, place)
 
 # %% ../../nbs/40f_fused_append.ipynb #e6c43390
 def _append_at(*operands):
@@ -128,7 +118,7 @@ def _append_at(*operands):
     )
     plan = _plan_of_sides(sides, new.rope_table)
     place = Place(0, limit=new.max_length, on_device=True)
-    plan.launch(k, v, (new.key, new.value), (0, 0), numbers, place)
+    plan.launch(k, v, (new.key, new.value), numbers, place)
 
 
 _operator = torch.library.custom_op(
@@ -172,10 +162,7 @@ def append(
     if not store.clock.fixed:
         _make_room(store, k.shape[2])
     sides, flags, at = ((store.key, store.value), flags_of(store), store.length - store.offset)
-    tensors, truncated = (
-        [list(s.tensors.values()) for s in sides],
-        [s.memory.truncated_tiles for s in sides],
-    )
+    tensors = [list(s.tensors.values()) for s in sides]
     cos_sin, position = (
         flags if store.cos_sin is None else store.rope_table,
         store.clock.position if store.clock.fixed else flags,
@@ -186,7 +173,7 @@ def append(
         place = Place(0, limit=store.max_length, on_device=True)
 
     def change():
-        plan.launch(k, v, tensors, truncated, numbers, place)
+        plan.launch(k, v, tensors, numbers, place)
         store.length += k.shape[2]
 
     # the kernel overwrites the ring: before or after, never between; a device counts by itself

@@ -6,7 +6,6 @@
 __all__ = ['half_asm', 'refuses', 'read_block', 'join_piece', 'look_up', 'KernelBlocks']
 
 # %% ../../nbs/43b_blocks.ipynb #43b00007
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -296,8 +295,6 @@ def refuses(store: KVStore, tables: CodeTables | None) -> str:
             f"tiles of 64 to 256 tokens in at most 32 bits are supported, got {store.tile} in "
             f"{store.dtype}"
         )
-    if any(side.code is not side.code.whole for side in store.parts):
-        return "tiles that lost a plane (decay) are not supported"
     if tables is None or any(tables.chains):
         return "one table of int8 levels must serve all channels"
     if min(len(side.q.codebook.levels) for side in store.parts) < 4:
@@ -547,7 +544,7 @@ _look_up_launcher, _window_launcher = Launcher(_look_up_kernel), Launcher(_windo
 
 @lru_cache(maxsize=64)
 def _levels_of(code: Code, dtype: torch.dtype) -> Tensor:  # [d, symbols]
-    "What each symbol of a channel stands for; shortened symbols come after the whole ones."
+    "What each symbol of a channel stands for."
 
     def symbols(bits):  # [2**most, d]; of a channel with fewer bits, its last one again
         most = torch.tensor([2**b - 1 for b in bits])
@@ -555,8 +552,6 @@ def _levels_of(code: Code, dtype: torch.dtype) -> Tensor:  # [d, symbols]
 
     with torch.inference_mode(False), torch.no_grad():
         found = symbols(code.channel_bits)
-        if code is not code.whole:
-            found = torch.cat([found, symbols(code.coarser.channel_bits) + len(found)])
         return code.levels(found.to(code.tables[0].device)).T.to(dtype).contiguous()
 
 
@@ -617,28 +612,18 @@ def look_up(
     chain: Tensor | None = None,  # `channels` of `Windows`; None: each symbol by itself
 ) -> Tensor:  # [B, H, last - first, d] in the table's dtype
     "What a table has for the symbols of a side."
-    tile, edge = side.memory.tile, side.memory.truncated_tiles
+    memory, tile = side.memory, side.memory.tile
     a, z = first // tile, -(-last // tile)
-    shape = (*side.memory.tensors["scale"].shape[:2], (z - a) * tile, side.q.d)
-    out, shift = table.new_empty(shape), 2 ** max(side.q.channel_bits)
-    for short, begin, end in ((True, a, min(z, edge)), (False, max(a, edge), z)):
-        for g in side.memory.groups if begin < end else ():
-            names, layout = g.names, g.layout
-            if short and g.truncates:
-                names, layout = names[:-1], replace(layout, bits=layout.bits - 1)
-            before = [side.memory.tiles_before(name) for name in names]
-            planes = [
-                side.memory.tensors[name][:, :, begin - n : end - n]
-                for name, n in zip(names, before)
-            ]
-            channels = (
-                tuple(range(side.q.d)[g.channels])
-                if isinstance(g.channels, slice)
-                else (tuple(g.channels))
-            )
-            here = out[:, :, (begin - a) * tile :]
-            mine = table[:, shift:] if short else table
-            _put(here, planes, layout, channels, mine, chain)
+    shape = (*memory.tensors["scale"].shape[:2], (z - a) * tile, side.q.d)
+    out = table.new_empty(shape)
+    for g in memory.groups if a < z else ():
+        planes = [plane[:, :, a:z] for plane in memory.planes_of(g)]
+        channels = (
+            tuple(range(side.q.d)[g.channels])
+            if isinstance(g.channels, slice)
+            else tuple(g.channels)
+        )
+        _put(out, planes, g.layout, channels, table, chain)
     return out[:, :, first - a * tile : last - a * tile]
 
 
@@ -652,7 +637,7 @@ class KernelBlocks(Blocks):
         code, scale = held.q.code, held.tensors["scale"].flatten(2)[:, :, first:last]
         half = store.device.type == "cuda" and store.dtype.itemsize == 2
         dtype = torch.float16 if half else torch.float32
-        if code.whole.has_edges and not code.extras:
+        if code.has_edges and not code.extras:
             return look_up(held, first, last, _levels_of(code, dtype)), scale.float()
         if w := code.windows:
             return look_up(

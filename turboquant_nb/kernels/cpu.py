@@ -878,7 +878,7 @@ def _side(part: Part) -> _Side:
     side, scale, (levels, channels, taps) = (
         _Side(),
         part.memory.tensors["scale"],
-        _tables(part.code),
+        _tables(part.q.code),
     )
     for i, plane in enumerate(part.memory.planes):
         side.plane[i] = _Plane(plane.data_ptr(), *plane.stride()[:3])
@@ -886,7 +886,7 @@ def _side(part: Part) -> _Side:
     side.scale = _Plane(scale.data_ptr(), *(x * size for x in scale.stride()[:3]))
     side.levels, side.d, side.kind = levels.data_ptr(), part.q.d, _KINDS[scale.dtype]
     side.planes, side.bits = i + 1, part.memory.groups[0].layout.bits
-    side.step = part.code.lut.step
+    side.step = part.q.code.lut.step
     if taps is not None:
         side.channels, side.taps, side.count = channels.data_ptr(), taps.data_ptr(), len(taps)
     return side
@@ -914,9 +914,9 @@ def _held_by(store) -> _Call:
 
 def _coder(part: Part) -> tuple | None:  # (_Coder without its mean, what it points to)
     "What the kernel codes states of a part with; None for codes that only PyTorch makes."
-    code, transform, spec = part.code, part.q.rotation, part.q.spec
+    code, transform, spec = part.q.code, part.q.rotation, part.q.spec
     one_table = code.encoder == "edges" and not code.refuses("decode")
-    if not one_table or part.memory.truncated_tiles or part.q.centre.kind == "own":
+    if not one_table or part.q.centre.kind == "own":
         return None
     tables = [code.edges.float().contiguous(), code.codebook.levels.float().contiguous()]
     tables.append(transform.matrix.float().contiguous())
@@ -962,7 +962,7 @@ class Cpu(Backend):
             return why
         if store.end is not None:
             return "sequences have ends"
-        if why := next(filter(None, (s.code.refuses("windows") for s in store.parts)), ""):
+        if why := next(filter(None, (s.q.code.refuses("windows") for s in store.parts)), ""):
             return why
         if torch.is_grad_enabled() and any(x.requires_grad for x in states):
             return "there is no gradient; call under torch.no_grad()"
@@ -1037,7 +1037,7 @@ class Cpu(Backend):
     def _coders(self, store: KVStore) -> tuple | None:  # (keys' and values' _Coder, tables)
         "What codes tokens of a store; None where the quantizer does."
         serves = store.device.type == "cpu" and store.dtype in _KINDS and _lies_together(store)
-        if not serves or store.recipe.decay is not None or self.library.why:
+        if not serves or self.library.why:
             return None
         found = [_coder(part) for part in store.parts]
         if None in found:

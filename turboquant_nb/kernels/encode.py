@@ -414,11 +414,8 @@ def _bit_bytes(word, SHIFT: tl.constexpr):
 
 # %% ../../nbs/40_encode.ipynb #a260e01a
 @triton.jit
-def _planes(
-    planes, at, old, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
-):
-    """Where the bytes of these rows lie: in tile `at`, in tile `old` of a plane that decays,
-    which lacks its first tiles; and which there are."""
+def _planes(planes, at, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
+    "Where the bytes of these rows lie, in tile `at`; and which there are."
     P0, P1, P2 = planes
     D: tl.constexpr = C.D
     BITS: tl.constexpr = C.BITS
@@ -432,9 +429,9 @@ def _planes(
     if BITS == 1:
         places = (P0 + at * (R * N) + bit,)
     if BITS == 3:
-        places = places + (P1 + old * (R * N) + bit,)
+        places = places + (P1 + at * (R * N) + bit,)
     if BITS == 4:
-        places = places + (P1 + at * (R * N) + bit, P2 + old * (R * N) + bit)
+        places = places + (P1 + at * (R * N) + bit, P2 + at * (R * N) + bit)
     return places, (j < N) & mask[:, None]
 
 
@@ -487,8 +484,8 @@ def _whole(
     WIDE: tl.constexpr,
 ):
     "M rows of `tiles` whole tiles of one head; sides, centres and rows as in `_side`."
-    _, _, _, sn, sd, _, TAB, planes, _, factor, _ = side
-    x_at, scale_at, at, old, row, t = rows
+    _, _, _, sn, sd, _, TAB, planes, _, factor = side
+    x_at, scale_at, at, row, t = rows
     m_lo, m_hi, mean, COS_SIN = centre
     _, w0, w1 = held
     D: tl.constexpr = C.D
@@ -531,10 +528,10 @@ def _whole(
             pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False
         )  # bit 31 is a code's
         if quarter == 3:
-            places = _planes(planes, at, old, row, row >= 0, C, BY_TOKEN, R)
+            places = _planes(planes, at, row, row >= 0, C, BY_TOKEN, R)
             _store(places, word, (), none, BITS, True)
             word = tl.zeros((M, HALF), tl.int32)
-            at, old = at + 1, old + 1
+            at += 1
         x_at += R * sn
         scale_at += R
         t += R
@@ -558,8 +555,8 @@ def _partial(
     WIDE: tl.constexpr,
 ):
     "M rows of one tile of which tokens [start, last) are new."
-    _, _, _, sn, sd, _, TAB, planes, _, factor, _ = side
-    x_at, scale_at, at, old, row, t0 = rows
+    _, _, _, sn, sd, _, TAB, planes, _, factor = side
+    x_at, scale_at, at, row, t0 = rows
     m_lo, m_hi, mean, COS_SIN = centre
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
@@ -588,7 +585,7 @@ def _partial(
         )
     tl.store(FLAG + row * 0, 1, mask=~finite)
     tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
-    places = _planes(planes, at, old, row, new != 0, C, BY_TOKEN, R)
+    places = _planes(planes, at, row, new != 0, C, BY_TOKEN, R)
     _store(places, word, _older(places, BITS), 255 - new, BITS, False)
 
 # %% ../../nbs/40_encode.ipynb #3b752378
@@ -606,7 +603,7 @@ def _side(
 ):
     """Byte rows of one block of one head: in `each` whole tiles, or in one that is partly new.
     Rows are where their states, scales and bytes begin, and their positions."""
-    X, sb, sh, sn, sd, W, _, _, SCALE, _, truncated = side
+    X, sb, sh, sn, sd, W, _, _, SCALE, _ = side
     MEAN, COS_SIN, START, heads, first, base, n, tiles, each = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
@@ -638,11 +635,10 @@ def _side(
         tl.int64
     ) * sd
     scale_at, at = SCALE + (bh * tiles + tile) * (4 * R) + row, bh * tiles + tile
-    old = bh * (tiles - truncated) + tile - truncated
     t, mean = row + tile * (4 * R) + base, MEAN + bh * D
     if ROPE > 0:
         t -= tl.load(START + bh // heads).to(tl.int32)
-    rows, centre = (x_at, scale_at, at, old, row, t), (m_lo, m_hi, mean, COS_SIN)
+    rows, centre = (x_at, scale_at, at, row, t), (m_lo, m_hi, mean, COS_SIN)
     if count > 0:
         if WHOLE:
             _whole(side, held, centre, rows, count, FLAG, C, BY_TOKEN, R, M, WIDE)
@@ -650,18 +646,7 @@ def _side(
             _partial(side, held, centre, rows, start, last, FLAG, C, BY_TOKEN, R, M, WIDE)
 
 # %% ../../nbs/40_encode.ipynb #a262aeae
-@triton.jit(
-    do_not_specialize=[
-        "ktruncated",
-        "vtruncated",
-        "first",
-        "base",
-        "n",
-        "tiles",
-        "limit",
-        "each",
-    ]
-)
+@triton.jit(do_not_specialize=["first", "base", "n", "tiles", "limit", "each"])
 def _encode_kernel(
     KX,
     ksb,
@@ -675,7 +660,6 @@ def _encode_kernel(
     KP2,
     KSCALE,
     kfactor,
-    ktruncated,
     VX,
     vsb,
     vsh,
@@ -688,7 +672,6 @@ def _encode_kernel(
     VP2,
     VSCALE,
     vfactor,
-    vtruncated,
     MEAN,
     COS_SIN,
     START,
@@ -715,11 +698,11 @@ def _encode_kernel(
     shared = (MEAN, COS_SIN, START, heads, first, base, n, tiles, each)
     if tl.program_id(2) == 0:
         planes = KP0, KP1, KP2
-        key = KX, ksb, ksh, ksn, ksd, KW, KTAB, planes, KSCALE, kfactor, ktruncated
+        key = KX, ksb, ksh, ksn, ksd, KW, KTAB, planes, KSCALE, kfactor
         _side(key, shared, FLAG, KC, False, R, M, WHOLE, WIDE)
     else:
         planes = VP0, VP1, VP2
-        value = VX, vsb, vsh, vsn, vsd, VW, VTAB, planes, VSCALE, vfactor, vtruncated
+        value = VX, vsb, vsh, vsn, vsd, VW, VTAB, planes, VSCALE, vfactor
         _side(value, shared, FLAG + 2, VC, True, R, M, WHOLE, WIDE)
 
 # %% ../../nbs/40_encode.ipynb #53cd24d8

@@ -178,7 +178,6 @@ class LongSide(NamedTuple):
     P2: Tensor
     SCALE: Tensor
     factor: float
-    truncated: int
 
 
 class ShortSide(NamedTuple):
@@ -192,7 +191,6 @@ class ShortSide(NamedTuple):
     W: Tensor | int
     TAB: Tensor | int
     factor: float
-    truncated: int
     P0: Tensor | int
     P1: Tensor | int
     P2: Tensor | int
@@ -235,21 +233,19 @@ class _SidePlan:
             x, parts = mean.float(), self.rotation.parts.unbind(-3)
             return sum(x @ part.float().mT for part in parts).flatten(0, 2)
 
-    def long(self, x: Tensor, tensors: list, truncated: int) -> LongSide:
+    def long(self, x: Tensor, tensors: list) -> LongSide:
         "Of a long append."
         r, (*planes, scale, _, _) = self.rotation, self.pick(tensors)
-        where = *planes, scale, r.factor, truncated
+        where = *planes, scale, r.factor
         return LongSide(x, *x.stride(), r.parts, self.table, *where)
 
-    def arguments(self, x: Tensor, tensors: list, truncated: int, room=None) -> ShortSide:
+    def arguments(self, x: Tensor, tensors: list, room=None) -> ShortSide:
         "Of a short one as tensors, for Triton to look at."
         table = room if self.code else self.table
         fitted = self.rotation.parts, table, self.rotation.factor
-        return ShortSide(x, *x.stride()[:3], *fitted, truncated, *self.pick(tensors))
+        return ShortSide(x, *x.stride()[:3], *fitted, *self.pick(tensors))
 
-    def pointers(
-        self, x: int, strides: tuple, tensors: list, truncated: int, room=None
-    ) -> tuple:
+    def pointers(self, x: int, strides: tuple, tensors: list, room=None) -> tuple:
         """The same as addresses, for a kernel that is compiled already; a plain tuple, as this
         is done for every token."""
         parts, table, factor = self.known
@@ -259,7 +255,6 @@ class _SidePlan:
             parts,
             room.data_ptr() if self.code else table,
             factor,
-            truncated,
             *self.pick(list(map(Tensor.data_ptr, tensors))),
         )
 
@@ -328,11 +323,10 @@ class _AppendPlan:
         for code, x, to in window_searches(codes, room, count, self.room):
             KERNELS["few"](code.trellis, x, code.windows.levels, *to)
 
-    def launch(self, k, v, sides: tuple, truncated: tuple, numbers: tuple, place: Place):
-        """A short append. sides: the tensors of keys and of values, which have lost `truncated`
-        tiles of their last planes; numbers: start, cosines and sines, position, flags (any
-        tensor for what is not needed)."""
-        (b, h, n, _), (key, value), (cut, cut_value) = k.shape, sides, truncated
+    def launch(self, k, v, sides: tuple, numbers: tuple, place: Place):
+        """A short append. sides: the tensors of keys and of values; numbers: start, cosines and
+        sines, position, flags (any tensor for what is not needed)."""
+        (b, h, n, _), (key, value) = k.shape, sides
         numbers = key[self.key.mean_at], *numbers
         first, base, limit, on_device = place
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
@@ -342,14 +336,14 @@ class _AppendPlan:
             room = window_room(b * h * n, self.room, k.device)
         if ready is None:
             one, two, shared = (
-                self.key.arguments(k, key, cut, room),
-                self.value.arguments(v, value, cut_value, room),
+                self.key.arguments(k, key, room),
+                self.value.arguments(v, value, room),
                 numbers,
             )
         else:
             one, two = (
-                self.key.pointers(k_at, ks, key, cut, room),
-                self.value.pointers(v_at, vs, value, cut_value, room),
+                self.key.pointers(k_at, ks, key, room),
+                self.value.pointers(v_at, vs, value, room),
             )
             shared = map(Tensor.data_ptr, numbers)
         tiles, rows = key[self.key.scale_at].shape[2], b * n
@@ -384,7 +378,6 @@ class _AppendPlan:
         self,
         states: tuple,  # new keys and values
         sides: tuple,
-        truncated: tuple,
         mean: Tensor | None,  # that is subtracted of keys; None: nothing is
         numbers: tuple,
         place: Place,
@@ -394,7 +387,7 @@ class _AppendPlan:
         plans, (start, cos_sin, position, flags) = (self.key, self.value), numbers
         k, tile, rows = states[0], self.tile, self.tile // 4
         (b, h, n, _), (first, base, limit, on_device) = k.shape, place
-        key, value = (plan.long(*one) for plan, *one in zip(plans, states, sides, truncated))
+        key, value = (plan.long(*one) for plan, *one in zip(plans, states, sides))
         (m, options), gpu = config or self.config, device_properties(k.device)
         blocks = -(-rows // m)
         named = self.long | dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
@@ -491,10 +484,9 @@ def encode_append(
         plan = _plan(store)
         check_states(store, k, v, ("k", "v"))
     parts, n = store.parts, k.shape[2]
-    truncated = [part.memory.truncated_tiles for part in parts]
-    low, room = max(truncated) * store.tile, store.key.memory.tiles * store.tile
-    if not low <= first <= first + n <= room:
-        raise ValueError(f"tokens must lie in [{low}, {room}), got {first} and {n} more")
+    room = store.key.memory.tiles * store.tile
+    if not 0 <= first <= first + n <= room:
+        raise ValueError(f"tokens must lie in [0, {room}), got {first} and {n} more")
     table = store.rope_table
     if plan.rope and table.shape[0] < (last := first + store.offset + n):
         have = f"{table.shape[0]} positions"
@@ -504,5 +496,5 @@ def encode_append(
         tensors = [list(part.tensors.values()) for part in parts]
         numbers = store.start, table, flags, flags
         place = Place(first, store.offset)
-        plan.launch_long((k, v), tensors, truncated, store.key.mean, numbers, place, config)
+        plan.launch_long((k, v), tensors, store.key.mean, numbers, place, config)
     return flags

@@ -118,18 +118,17 @@ def _chain_out(room, valid, factor, C: tl.constexpr):
 @triton.jit
 def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
     "Where these rows' bytes lie; no two share one: a short append has at most R tokens."
-    _, _, _, _, _, _, _, truncated, planes, _, _, _ = side
+    _, _, _, _, _, _, _, planes, _, _, _ = side
     tiles = shared[8]
     _, bh, p, valid, _ = place
     at = (bh * tiles + p // (4 * R))[:, None]
-    old = (bh * (tiles - truncated) + p // (4 * R) - truncated)[:, None]
-    return _planes(planes, at, old, p % (4 * R) % R, valid, C, BY_TOKEN, R)
+    return _planes(planes, at, p % (4 * R) % R, valid, C, BY_TOKEN, R)
 
 
 @triton.jit
 def _put_row(side, shared, FLAG, found, place, planes, older, C: tl.constexpr, R: tl.constexpr):
     "Codes and scales of these rows to their places."
-    SCALE, first, tiles = side[9], shared[5], shared[8]
+    SCALE, first, tiles = side[8], shared[5], shared[8]
     pair, scale, finite, fitting = found
     r, bh, p, valid, lost = place
     tile, t = p // (4 * R), p % (4 * R)
@@ -161,7 +160,7 @@ def _short(
 ):
     """M of the rows (sequence, token) of one head: exact copies, codes and scales. STEP: 0, or
     which of the two that a code by windows takes."""
-    X, sb, sh, sn, W, TAB, factor, _, _, _, SINKS, RING = side
+    X, sb, sh, sn, W, TAB, factor, _, _, SINKS, RING = side
     MEAN, START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
@@ -224,9 +223,7 @@ def _short(
         _put_row(side, shared, FLAG, found, place, planes, older, C, R)
 
 # %% ../../nbs/40c_encode_short.ipynb #9df40eba
-@triton.jit(
-    do_not_specialize=["ktruncated", "vtruncated", "rows", "first", "base", "tiles", "limit"]
-)
+@triton.jit(do_not_specialize=["rows", "first", "base", "tiles", "limit"])
 def _short_kernel(
     KX,
     ksb,
@@ -235,7 +232,6 @@ def _short_kernel(
     KW,
     KTAB,
     kfactor,
-    ktruncated,
     KP0,
     KP1,
     KP2,
@@ -249,7 +245,6 @@ def _short_kernel(
     VW,
     VTAB,
     vfactor,
-    vtruncated,
     VP0,
     VP1,
     VP2,
@@ -284,14 +279,14 @@ def _short_kernel(
         first = tl.load(POSITION)
     shared = (MEAN, START, COS_SIN, heads, rows, first, base, n, tiles, limit)
     if tl.program_id(1) == 0:
-        key = KX, ksb, ksh, ksn, KW, KTAB, kfactor, ktruncated
+        key = KX, ksb, ksh, ksn, KW, KTAB, kfactor
         key += (KP0, KP1, KP2), KSCALE, KSINKS, KRING
         if KC.CHAIN > 0:
             _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, STEP)
         elif STEP < 2:
             _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, 0)
     else:
-        value = VX, vsb, vsh, vsn, VW, VTAB, vfactor, vtruncated
+        value = VX, vsb, vsh, vsn, VW, VTAB, vfactor
         value += (VP0, VP1, VP2), VSCALE, VSINKS, VRING
         if VC.CHAIN > 0:
             _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE, STEP)

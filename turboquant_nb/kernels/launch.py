@@ -92,19 +92,18 @@ def _angles_of(store: KVStore) -> AngleTables | None:
 
 
 @lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
-def _shared_plan(sides: tuple, tile: int, device) -> Plan:
-    """The one plan of two (quantizer, whether all tiles have its last planes): making its
-    tables waits for the device, which every layer of a cache did."""
-    qs = (q.with_code(q.code.whole) if whole else q for q, whole in sides)
-    return Plan.of(*qs, tile, device)
+def _shared_plan(key, value, tile: int, device) -> Plan:
+    """The one plan of two quantizers: making its tables waits for the device, which every layer
+    of a cache did."""
+    return Plan.of(key, value, tile, device)
 
 
 def _plan_of(store: KVStore) -> Plan:
     "The plan of a store."
     plan = store.plans.get("read")
     if plan is None:
-        sides = tuple((side.q, not side.memory.truncated_tiles) for side in store.parts)
-        plan = _shared_plan(sides, store.tile, store.device)
+        key, value = (side.q for side in store.parts)
+        plan = _shared_plan(key, value, store.tile, store.device)
         angles = None if plan.why else _angles_of(store)
         padded = store.clock.fixed or any(store.ranges.starts)  # a graph must see later changes
         plan = store.plans["read"] = plan._replace(padded=padded, angles=angles)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from .. import checks
 from ..cache import attention
-from ..cache.attention import Answer, Backend, Call, check_call, join, with_sinks
+from turboquant_nb.cache.attention import (
+    Answer,
+    Backend,
+    Call,
+    check_call,
+    in_runs,
+    join,
+    joined,
+    with_sinks,
+)
 from . import blocks, cpu, encode_launch, launch
 from . import viterbi  # noqa: F401 (importing registers it)
 from .append import append as append_by_kernel
@@ -334,8 +343,11 @@ def select_backend(call: Call) -> Choice:
 # %% ../../nbs/46_ops.ipynb #565fde38
 def serve(call: Call, backend: str | None = None) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
-    name = select_backend(call).backend if backend is None else backend
-    return with_sinks(*BACKENDS[name].run(call), call.rule.sinks)
+    *older, newest = in_runs(call)
+    name = select_backend(newest).backend if backend is None else backend
+    answers = [BACKENDS[select_backend(x).backend].run(x) for x in older]
+    answer = joined([*answers, BACKENDS[name].run(newest)], call.q.dtype)
+    return with_sinks(*answer, call.rule.sinks)
 
 
 def attend(
@@ -356,8 +368,8 @@ def attend(
 # %% ../../nbs/46_ops.ipynb #46e0a002
 def attend_again(call: Call) -> Answer | None:
     """A call like one that was served before by launches that can be made again, without
-    choosing; None if there are none."""
-    answer = launch.again(call)
+    choosing; None if there are none, or several stores hold the tokens."""
+    answer = launch.again(call) if len(call.store.runs) == 1 else None
     return answer if answer is None else with_sinks(*answer, call.rule.sinks)
 
 # %% ../../nbs/46_ops.ipynb #dfce742e
@@ -413,6 +425,7 @@ def append(
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or
     with the reason if the backend named cannot serve; the store is then as before."""
     k = k if framed or not isinstance(k, Tensor) else store.key.into_frame(k)
+    store.age()
     name, _ = select_coder(store, backend)
     step = backend == "auto" and name == "torch" and isinstance(k, Tensor)
     if step and k.shape[2:3] == (1,) and CPU.append(store, k, v):

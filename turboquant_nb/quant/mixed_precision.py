@@ -12,7 +12,15 @@ from functools import lru_cache
 import torch
 
 from .. import checks
-from .quantizer import CODES, LATER_CODES, Code, Quantizer, Spec, scalar_code
+from turboquant_nb.quant.quantizer import (
+    CODES,
+    COARSER,
+    LATER_CODES,
+    Code,
+    Quantizer,
+    Spec,
+    scalar_code,
+)
 from .recipe import Recipe, as_recipe
 from .residual import RESIDUALS
 from .trellis import trellis_code  # noqa: F401 (importing registers it)
@@ -22,6 +30,9 @@ from ..theory.rotation import Rotation
 @lru_cache(maxsize=256)
 def find_code(spec: Spec, d: int) -> Code:
     "The one code that a spec names, on the CPU. Raises ValueError for bits that do not fit d."
+    if spec.codebook.startswith(COARSER):
+        finer = find_code(replace(spec, codebook=spec.codebook.removeprefix(COARSER)), d)
+        return finer.coarser or finer
     make = RESIDUALS.get(spec.residual) or CODES.get(spec.codebook, scalar_code)
     with torch.inference_mode(False):
         return make(spec, d)

@@ -153,7 +153,6 @@ class SketchedCode(Code):
             "encode": "a QJL residual needs the sketch of the error",
             "decode": query,
             "windows": query,
-            "truncation": "residual 'qjl' keeps signs apart",
         }.get(use, "")
 
 # %% ../../nbs/21_residual.ipynb #8c6350a4
