@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache.clock import CAPTURE
+from turboquant_nb.cache.decay import DecayStore
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
@@ -609,7 +610,8 @@ def attended_store(
     k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
     mean = k.mean((0, 2))
     more |= dict(inv_freq=inv_freq, frame=LayerFrame(mean, mean))
-    store = KVStore(recipe, B, H, d, dv, dtype, device, tile=tile, **more)
+    kind = DecayStore if decay else KVStore
+    store = kind(recipe, B, H, d, dv, dtype, device, tile=tile, **more)
     if start is not None:
         store.set_range(start=torch.tensor(start))
     q = rand(B, n, H * G, d).transpose(1, 2)

@@ -218,7 +218,8 @@ def of_package(folder, args) -> dict:
     installed one."""
     command = [sys.executable, str(HERE), "--write", "--device", args.device]
     command += ["--backends", *args.backends, "--cases", *args.cases]
-    command += ["--recipes", *args.recipes]
+    if args.recipes:
+        command += ["--recipes", *args.recipes]
     there = (Path(folder) / "turboquant_nb").is_dir()
     env = os.environ | ({"PYTHONPATH": str(folder)} if there else {})
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)

@@ -18,6 +18,7 @@ import turboquant_nb
 from turboquant_nb.cache.append import make_room
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import KVStore, _crop_together, tail_with
 from turboquant_nb.kernels import append as kernel
 from turboquant_nb.kernels import decode, ops
@@ -68,9 +69,11 @@ def store(tokens: int, spec=None, **more):
     settings = {x: more.pop(x) for x in ("static", "max_length", "dtype") if x in more}
     recipe = Recipe(Spec(3, **kinds), Spec(4), **dict(sinks=2, recent=5) | more)
     rope = dict(inv_freq=FREQ) if recipe.key.centre.rotates else {}
-    out = KVStore(recipe, B, H, D, tile=TILE, frame=random_frame(H, D, D), **settings, **rope)
+    more = dict(tile=TILE, frame=random_frame(H, D, D)) | settings | rope
+    out = store_class(recipe)(recipe, B, H, D, **more)
     if tokens:
         out.append(*states(tokens))
+        out.age()
     return out
 
 
@@ -80,15 +83,15 @@ fixed = partial(store, static=True, max_length=48)
 def seen(one) -> list:
     "What is held: codes, scales, exact tokens, frames, ranges and numbers."
     one.sync()
-    held = [getattr(one, side) for side in ("key", "value")]
     out = [x for side in ("key", "value") for x in one.exact(side)]
-    for part in held:
-        codes = part.memory.read(0, one.length - one.offset)
-        out += [*codes[:2], *(codes.residual or {}).values()]
-        out += [x for x in part.frame if x is not None]
+    for run in one.runs:
+        for part in run.parts:
+            codes = part.memory.read(0, run.length - run.offset)
+            out += [*codes[:2], *(codes.residual or {}).values()]
+            out += [x for x in part.frame if x is not None]
     out += [one.start] if one.end is None else [one.start, one.end]
-    truncated = [part.memory.truncated_tiles for part in held]
-    numbers = one.length, one.offset, one.batch, *truncated, *one.ranges.starts
+    ends = [x for run in one.runs for x in (run.offset, run.length)]
+    numbers = one.batch, *ends, *one.ranges.starts
     return [*out, torch.tensor(numbers)]
 
 
@@ -162,7 +165,7 @@ UPDATES = {
         lambda one: one.crop(2, one.tail),
     ),
     "a crop of ends": (lambda: ended(store(20)), lambda one: one.crop(14)),
-    "a crop in truncated tiles": (partial(aged, 40), lambda one: one.crop(30)),
+    "a crop of old tokens": (partial(aged, 40), lambda one: one.crop(30)),
     "crops of two stores": (
         lambda: [with_tail(partial(store, 20)) for _ in range(2)],
         together,
@@ -174,12 +177,13 @@ UPDATES = {
         lambda one: one.set_range(start=torch.tensor([0, 2])),
     ),
     "starts and ends": (partial(store, 20), partial(moved, end=15)),
-    "starts where tiles are truncated": (partial(aged, 20), moved),
+    "starts where tokens are old": (partial(aged, 20), moved),
     "ends": (partial(store, 20), ended),
     "room": (partial(store, 20), lambda one: make_room(one, 40)),
     "freed tiles": (partial(aged, 40), lambda one: one.evict(20)),
-    "truncated tiles": (partial(store, 40), lambda one: one.decay(20)),
-    "a chunk that truncates": (partial(aged, 20), chunk(13)),
+    "freed young tiles": (partial(aged, 40), lambda one: one.evict(33)),
+    "tokens that grow old": (partial(store, 40, decay=50), lambda one: one.decay(20)),
+    "a chunk behind old tokens": (partial(aged, 20), chunk(13)),
     "a move": (lambda: ended(store(20)), lambda one: one.to("cpu")),
     "static: a first chunk": (partial(fixed, 0), chunk(9)),
     "static: a chunk": (partial(fixed, 20), chunk(9)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from turboquant_nb.cache.attention import attend
+from turboquant_nb.cache.decay import DecayStore
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -97,9 +98,8 @@ def test_what_is_left_of_a_tail_ends_with_the_store(recent, crop, static):
 
 
 def test_codes_outside_an_embedded_table_are_refused():
-    store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=8), 1, 1, 8, tile=8)
-    store.append(*(x[:1, :1] for x in states(32)))
-    code, symbols = store.key.q.code, torch.tensor([[11] * 8], dtype=torch.uint8)
+    store = DecayStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=8), 1, 1, 8, tile=8)
+    code, symbols = store.older.key.q.code, torch.tensor([[3] * 8], dtype=torch.uint8)
     assert code.levels(symbols, check_range=True).isfinite().all()
     with pytest.raises(ValueError, match=r"codes must lie in 0\.\.3, got 4"):
         code.levels(symbols + 1, check_range=True)
@@ -159,16 +159,14 @@ def test_the_counter_among_the_flags_is_no_flag():
     assert store.flags.tolist() == [0, 0, 0, 0, 1, 4]
 
 
-def test_a_store_that_lost_all_has_whole_tiles_again():
-    store = KVStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=4), 2, 2, 8, tile=8)
+def test_a_store_that_lost_all_has_no_old_tokens():
+    store = DecayStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=4), 2, 2, 8, tile=8)
     store.append(*states(40))
-    assert store.key.memory.truncated_tiles == 4
-    for crop, left in ((7, 4), (16, 3), (16, 1), (1, 0)):  # 33, 17, 1 and 0 tokens
+    store.age()
+    assert store.older.length == 32
+    for crop, left in ((7, 32), (16, 16), (16, 0), (1, 0)):  # 33, 17, 1 and 0 tokens
         store.crop(crop)
-        assert (
-            store.key.memory.truncated_tiles == store.value.memory.truncated_tiles == left
-            and store.nbytes == expected_nbytes(store)
-        )
+        assert store.older.length == left and store.nbytes == expected_nbytes(store)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from turboquant_nb.cache.packing import SLOT, WIDTHS, Layout, drop_plane, pack, unpack, write
+from turboquant_nb.cache.packing import SLOT, WIDTHS, Layout, pack, unpack, write
 from turboquant_nb.testing import same
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,9 +144,6 @@ def test_pack_and_unpack_refuse():
     for tokens in (-1, 257):
         with pytest.raises(ValueError, match="tokens"):
             unpack(planes, layout, tokens)
-    for bits in (1, 2):
-        with pytest.raises(ValueError, match="single plane"):
-            drop_plane(pack(good % 2, Layout(bits, 4)), Layout(bits, 4))
 
 
 @pytest.mark.parametrize(

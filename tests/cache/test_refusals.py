@@ -6,7 +6,7 @@ import hashlib
 import pytest
 import torch
 
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import tail_with
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.quantizer import Spec
@@ -33,8 +33,10 @@ def states(n, seed=0, d=D, heads=H, dtype=torch.float32):
 def filled(name):
     more, n = STORES[name]
     more = more | dict(inv_freq=0.1 ** torch.arange(4.0), frame=random_frame(H, D, D))
-    store = KVStore(batch=B, heads=H, d_key=D, tile=TILE, **more)
+    kind = store_class(more["recipe"])
+    store = kind(batch=B, heads=H, d_key=D, tile=TILE, **more)
     store.append(*(x + 1 for x in states(n)))
+    store.age()
     return store
 
 
@@ -43,7 +45,7 @@ def digest(store) -> dict:
     sha = lambda t: hashlib.sha256(t.contiguous().view(torch.uint8).numpy()).hexdigest()
     tensors = {
         f"{i}.{name}": t
-        for i, part in enumerate(store.parts)
+        for i, part in enumerate(part for run in store.runs for part in run.parts)
         for name, t in part.tensors.items()
     }
     numbers = dict(start=store.start, end=store.end, position=store.clock.position)
@@ -56,7 +58,7 @@ def digest(store) -> dict:
         | {
             "exact from": store.clock.exact_from(store),
             "device": store.device,
-            "truncated": [part.memory.truncated_tiles for part in store.parts],
+            "runs": [(run.offset, run.length) for run in store.runs],
             "quantizers": [id(part.q) for part in store.parts],
         }
     )
@@ -136,7 +138,6 @@ FIXED = {
     "repeat: other rows": (ValueError, lambda s: s.repeat(2)),
     "to: another device": (ValueError, lambda s: s.to("meta")),
     "set_range: ends": (ValueError, lambda s: s.set_range(end=5)),
-    "decay: static": (ValueError, lambda s: s.decay(8)),
 }
 REFUSED = [
     (name, what, *how)

@@ -20,10 +20,10 @@ from turboquant_nb.cache.store import (
     row_tensors,
     tables_of,
 )
-from turboquant_nb.quant.quantizer import Quantizer, Spec, channel_bits, decode
-from turboquant_nb.quant.recipe import Recipe, preset
+from turboquant_nb.quant.quantizer import COARSER, Spec, channel_bits, decode
+from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 from turboquant_nb.quant.mixed_precision import make_quantizer
-from turboquant_nb.theory.rates import truncate
+from turboquant_nb.cache.decay import DecayStore, store_class
 from turboquant_nb.cache.exact import ExactTokens
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.testing import same
@@ -35,7 +35,10 @@ def make(recipe="k3v3", batch=2, heads=2, d=8, dv=None, **kwargs):
     "A store whose layer has a frame, unless it is said that it has none."
     if "frame" not in kwargs:
         kwargs["frame"] = frame_for(heads, d, kwargs.get("inv_freq"))
-    return KVStore(recipe, batch, heads, d, dv, **kwargs)
+    recipe = as_recipe(recipe)
+    may_decay = kwargs.pop("decays", False) and truncates(recipe, d, dv or d)
+    kind = DecayStore if may_decay else store_class(recipe)
+    return kind(recipe, batch, heads, d, dv, **kwargs)
 
 
 def frame_for(heads, d, inv_freq=None):
@@ -61,9 +64,10 @@ def rotated(x, positions, inv_freq):
 
 def snapshot(store):
     out = {
-        f"{n}.{k}": t.clone()
+        f"{i}.{n}.{k}": t.clone()
+        for i, run in enumerate(store.runs)
         for n in ("key", "value")
-        for k, t in getattr(store, n).tensors.items()
+        for k, t in getattr(run, n).tensors.items()
     }
     return out | {
         "start": torch.tensor(store.start.tolist()),
@@ -73,8 +77,7 @@ def snapshot(store):
             store.offset,
             store._recent_from,
             store.batch,
-            store.key.memory.truncated_tiles,
-            store.value.memory.truncated_tiles,
+            *((run.offset, run.length) for run in store.runs),
         ),
     }
 
@@ -92,11 +95,10 @@ class Dense:
     """What a store must hold, in the slowest way: the states of each row, keys times the pair
     scale of the frame, and what coding them gives with its mean. A position is exact if it is
     one of the first `sinks` of its row, or the last that was written to its slot of a ring of
-    `recent` slots. Positions below `truncated` have lost the last bit of codes of 3 and 4
-    bits."""
+    `recent` slots. Positions below `old` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
-        self.recipe, self.dtype, self.tile, self.truncated_tiles = (
+        self.recipe, self.dtype, self.tile, self.old = (
             store.recipe,
             store.dtype,
             store.tile,
@@ -128,50 +130,72 @@ class Dense:
         return self.raw[0].shape[2]
 
     def append(self, *new):
+        if self.recipe.decay:
+            self.decay(self.length - self.recipe.decay)
+        if not new[0].shape[2]:
+            return
         recent = self.recipe.recent
         self.slots |= {
             p % recent: p for p in range(self.length, self.length + new[0].shape[2]) if recent
         }
-        at = torch.arange(self.length, self.length + new[0].shape[2])
-        at = (at - self.start[:, None]).clamp(min=0)[:, None]  # [B, 1, n], from the first token
-        for i, (x, spec) in enumerate(zip(new, (self.recipe.key, self.recipe.value))):
+        first = self.length
+        for i, x in enumerate(new):
             if i == 0 and self.pair is not None:
                 x = (x.float() * self.pair).to(self.dtype)
-            q, mean = make_quantizer(spec, x.shape[3]), self.mean if i == 0 else None
-            if spec.center == "pre_rope":
-                mean = rotated(mean.expand(-1, -1, x.shape[2], -1), at, self.inv_freq)
-            code = q.encode(x, mean)
-            coded = decode(q, code, mean, self.dtype)
-            self.raw[i], self.coded[i] = (
-                torch.cat([self.raw[i], x], 2),
-                torch.cat([self.coded[i], coded], 2),
-            )
-            self.truncated[i] = torch.cat([self.truncated[i], self.shortened(q, code, mean)], 2)
-        if self.recipe.decay:
-            self.decay(self.length - self.recipe.decay)
+            coded, truncated = self.as_coded(i, x, first)
+            self.raw[i] = torch.cat([self.raw[i], x], 2)
+            self.coded[i] = torch.cat([self.coded[i], coded], 2)
+            self.truncated[i] = torch.cat([self.truncated[i], truncated], 2)
 
-    def shortened(self, q, code, mean):
+    def as_coded(self, i, x, first):
+        "What states from position `first` on are read as, young and old."
+        at = torch.arange(first, first + x.shape[2])
+        at = (at - self.start[:, None]).clamp(min=0)[:, None]  # [B, 1, n], from the first token
+        spec, mean = (self.recipe.key, self.recipe.value)[i], self.mean if i == 0 else None
+        q = make_quantizer(spec, x.shape[3])
+        if spec.center == "pre_rope":
+            mean = rotated(mean.expand(-1, -1, x.shape[2], -1), at, self.inv_freq)
+        code = q.encode(x, mean)
+        coded = decode(q, code, mean, self.dtype)
         drop = torch.tensor([b > 2 for b in q.channel_bits])
-        if q.spec.residual == "qjl" or not drop.any():
-            return decode(q, code, mean, self.dtype)
-        short = Quantizer(q.spec, q.d, codebook=truncate(q.codebook, keep=2))
-        return decode(
-            short, code._replace(codes=code.codes >> drop.to(torch.uint8)), mean, self.dtype
-        )
+        if spec.residual == "qjl" or spec.codebook == "trellis" or not drop.any():
+            return coded, coded
+        short = make_quantizer(replace(spec, codebook=COARSER + spec.codebook), q.d)
+        code = code._replace(codes=code.codes >> drop.to(torch.uint8))
+        return coded, decode(short, code, mean, self.dtype)
+
+    @property
+    def exact_from(self):
+        "First position from which on all tokens are in the ring."
+        first, recent = self.length, self.recipe.recent
+        while (
+            first > max(0, self.length - recent)
+            and self.slots.get((first - 1) % recent) == first - 1
+        ):
+            first -= 1
+        return first
 
     def decay(self, before):
-        self.truncated_tiles = max(
-            self.truncated_tiles, min(before, self.length) // self.tile * self.tile
-        )
+        before = min(before, self.exact_from)
+        self.old = max(self.old, before // self.tile * self.tile)
+
+    def code_again(self, length):
+        "Old tokens of the last tile that is left are young again, coded from what they read as."
+        first = length // self.tile * self.tile
+        for i, x in enumerate(self.framed()):
+            x = x[:, :, first:length]
+            if x.shape[2]:
+                coded = self.as_coded(i, x, first)
+                self.coded[i][:, :, first:length], self.truncated[i][:, :, first:length] = coded
+        self.old = first
 
     def crop(self, n):
+        if self.length - n < self.old:
+            self.code_again(self.length - n)
         if n:
             self.raw, self.coded, self.truncated = (
                 [x[:, :, : self.length - n] for x in pair]
                 for pair in (self.raw, self.coded, self.truncated)
-            )
-            self.truncated_tiles = min(
-                self.truncated_tiles, -(-self.length // self.tile) * self.tile
             )
 
     def rows(self, f):
@@ -181,6 +205,10 @@ class Dense:
         self.mean, self.start = None if self.mean is None else f(self.mean), f(self.start)
 
     def read(self, first=0):
+        k, v = (x[:, :, first:] for x in self.framed())
+        return [k if self.pair is None else (k.float() / self.pair).to(self.dtype), v]
+
+    def framed(self):
         p = torch.arange(self.length)
         recent = torch.tensor(
             [
@@ -191,29 +219,27 @@ class Dense:
         )
         sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
         exact = (recent | sink)[:, None, :, None]
-        old = (p < self.truncated_tiles)[:, None]
-        k, v = (
-            torch.where(exact, raw, torch.where(old, truncated_tiles, coded))[:, :, first:]
-            for raw, truncated_tiles, coded in zip(self.raw, self.truncated, self.coded)
-        )
-        return [k if self.pair is None else (k.float() / self.pair).to(self.dtype), v]
+        old = (p < self.old)[:, None]
+        return [
+            torch.where(exact, raw, torch.where(old, truncated, coded))
+            for raw, truncated, coded in zip(self.raw, self.truncated, self.coded)
+        ]
 
 
 def check(store, dense):
     assert store.length == dense.length and store.nbytes == expected_nbytes(store) == sum(
         bytes_by_kind(store).values()
     )
-    got, want = store.read(), dense.read(store.offset)
-    real = (torch.arange(store.offset, store.length) >= store.start[:, None])[
+    got, want = store.read(), dense.read(store.freed)
+    real = (torch.arange(store.freed, store.length) >= store.start[:, None])[
         :, None, :, None
     ]  # padding may be exact or coded
     for a, b in zip(got, want):
         assert a.dtype == store.dtype and a.shape == b.shape
         same(a.where(real, 0), b.where(real, 0), allow_empty=True)
-    if store.length > store.offset:
-        total = sum(
-            t.nbytes for s in (store.key, store.value) for t in s.tensors.values()
-        ) + sum(
+    if store.length > store.freed:
+        parts = [part for run in store.runs for part in run.parts]
+        total = sum(t.nbytes for part in parts for t in part.tensors.values()) + sum(
             0 if t is None else t.nbytes
             for t in (store.start, store.end, store.clock.position, store.flags)
         )
@@ -221,7 +247,7 @@ def check(store, dense):
         values = (
             store.batch
             * store.heads
-            * (store.length - store.offset)
+            * (store.length - store.freed)
             * (store.key.q.d + store.value.q.d)
         )
         assert store.bits_per_value() == 8 * store.nbytes / values
@@ -296,7 +322,8 @@ def test_random_operation_sequences(block):
             limit is not None and rng.random() < 0.6,
             0.7 ** torch.arange(1.0, rng.randint(1, d // 2) + 1),
         )
-        more = dict(dtype=dtype, max_length=limit, tile=tile, static=static, inv_freq=freq)
+        more = dict(dtype=dtype, tile=tile, static=static, inv_freq=freq)
+        more |= {"decays": True} if limit is None else {"max_length": limit}
         store = make(
             random_recipe(rng, d, dv, limit, static),
             rng.randint(1, 3),
@@ -316,20 +343,19 @@ def test_random_operation_sequences(block):
             if what == "append":
                 n = rng.choice((0, 1, 1, 2, 3, 7, 17, 30))
                 k, v = states(store, n, seed=rng.randrange(10**6))
-                if limit is not None and store.length - store.offset + n > limit:
+                if limit is not None and store.length - store.freed + n > limit:
                     before = snapshot(store)
                     with pytest.raises(ValueError, match="max_length is 90"):
                         store.append(k, v)
                     assert_same_snapshot(snapshot(store), before)
                     continue
-                if n:
-                    dense.append(k, v)
+                dense.append(k, v)
                 store.append(k, v)
             elif what == "crop":
-                n = rng.randint(0, store.length - store.offset)
+                n = rng.randint(0, store.length - store.freed)
                 if n == store.length > 0 and rng.random() < 0.7:
                     n //= 2
-                if store.offset and store.length - n < store.offset + 1:
+                if store.freed and store.length - n < store.freed + 1:
                     continue
                 store.crop(rng.choice((n, -n)))
                 dense.crop(n)
@@ -352,22 +378,18 @@ def test_random_operation_sequences(block):
             elif what == "copy":
                 store = copy.deepcopy(store)
             elif what == "decay":
-                before, at = snapshot(store), rng.randint(-3, store.length + 9)
-                if limit is None and truncates(store.recipe, store.key.q.d, store.value.q.d):
+                if store.decays:
+                    at = rng.randint(-3, store.length + 9)
                     store.decay(at)
                     dense.decay(at)
-                else:
-                    with pytest.raises(ValueError, match="decay"):
-                        store.decay(at)
-                    assert_same_snapshot(snapshot(store), before)
             elif what == "evict" and not static:
                 before = rng.randint(0, store.length + 3)
-                old = store.offset
+                old = store.freed
                 store.evict(before)
                 assert (
-                    old <= store.offset <= max(old, before)
-                    and (store.offset - old) % tile == 0
-                    and store.length - store.offset >= 0
+                    old <= store.freed <= max(old, before)
+                    and (store.freed - old) % tile == 0
+                    and store.length - store.freed >= 0
                 )
             check(store, dense)
 
@@ -762,7 +784,7 @@ def test_decay_frees_exactly_one_bit_per_value():
         (Spec(2.5), 0.5),
         (Spec((4, 2, 1, 3) * 4), 0.5),
     ):
-        store = make(Recipe(spec, Spec(2), sinks=0, recent=0), 2, 3, 16, tile=64)
+        store = make(Recipe(spec, Spec(2), 0, 0), 2, 3, 16, tile=64, decays=True)
         store.append(*states(store, 200))
         before, data = store.nbytes, [t.data_ptr() for t in store.key.tensors.values()]
         for at in (-5, 0, 63):  # not one whole tile: nothing moves
@@ -770,12 +792,13 @@ def test_decay_frees_exactly_one_bit_per_value():
         assert data == [t.data_ptr() for t in store.key.tensors.values()]
         store.decay(130)
         assert before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8
-        tensors = [t for s in store.parts for t in s.tensors.values()]
+        parts = [part for run in store.runs for part in run.parts]
+        tensors = [t for part in parts for t in part.tensors.values()]
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         # freed, not hidden behind a view
         assert sum(held.values()) + store.start.nbytes == store.nbytes
         store.decay(10**9)
-        assert [s.memory.truncated_tiles for s in store.parts] == [3, 0]
+        assert store.older.length == 192
         assert before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
 
 
@@ -786,19 +809,28 @@ def test_decay_with_padding_found_late_and_with_eviction():
     early.set_range(start=torch.tensor([0, 9]))
     early.append(k, v)
     late.append(k, v)
+    late.age()
+    assert late.older.length == 48
     late.set_range(start=torch.tensor([0, 9]), k=k, v=v)
+    assert late.older.length == 0
+    for store in (early, late):
+        store.age()
     for a, b in zip(early.read(9), late.read(9)):
         same(a, b)
     want = early.read(32)
     for store in (early, late):
         store.evict(35)
-        assert store.key.memory.truncated_tiles == 2 and store.nbytes == expected_nbytes(store)
+        older = store.older
+        assert (older.offset, older.length) == (32, 48) and older.key.memory.tiles == 2
+        assert store.nbytes == expected_nbytes(store)
         for a, b in zip(store.read(), want):
             same(a, b)
         store.evict(57)
-        assert store.key.memory.truncated_tiles == 0 and store.nbytes == expected_nbytes(store)
+        assert (older.offset, older.length) == (56, 56) == (store.offset, store.freed)
+        assert not older.key.memory.tiles and store.nbytes == expected_nbytes(store)
         store.append(k[:, :, :30], v[:, :, :30])
-        assert store.key.memory.truncated_tiles == 3
+        store.age()
+        assert (older.offset, older.length) == (56, 80)
 
 
 def test_a_moved_start_fills_the_window_again():
@@ -819,7 +851,7 @@ def test_a_moved_start_fills_the_window_again():
 )
 def test_layers_share_their_tables(spec, device):
     "Stores hold the tensors of one, on any device; truncating one changes no other."
-    stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(3)]
+    stores = [DecayStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(3)]
     ids = {tuple(map(id, tables_of(s))) for s in stores}
     assert len(ids) == 1
     if device == "cpu":
@@ -827,8 +859,8 @@ def test_layers_share_their_tables(spec, device):
         for s in (first, second):
             s.append(*states(s, 600))
         first.decay(300)
-        assert first.value.q.code is not second.value.q.code
-        third = make(Recipe(spec, Spec(4)), 1)
+        assert first.value.q.code is second.value.q.code is not first.older.value.q.code
+        third = make(Recipe(spec, Spec(4)), 1, decays=True)
         third.append(*states(third, 600))
         third.decay(300)
         assert tuple(map(id, tables_of(first))) == tuple(map(id, tables_of(third)))
@@ -848,9 +880,9 @@ def test_tables_hold_every_tensor_of_a_quantizer():
         Spec(4, residual="sign"),
         Spec(3, residual="qjl"),
     ):
-        store = make(Recipe(spec, Spec(4)), tile=8)
+        store = make(Recipe(spec, Spec(4)), tile=8, decays=True)
         store.append(*states(store, 40))
-        if spec.residual != "qjl":
+        if store.decays:
             store.decay(20)
         tables = {t.data_ptr() for t in tables_of(store)}
         q = store.key.q
@@ -1009,7 +1041,7 @@ EPOCHS = {  # what begins a new one, and what does not
     "append": (lambda s, x: s.append(x, x), False),
     "grow": (lambda s, x: s.append(*[x.repeat(1, 1, 40, 1)] * 2), True),
     "crop": (lambda s, x: s.crop(3), False),
-    "crop what was truncated": (lambda s, x: (s.decay(64), s.crop(60)), True),
+    "crop what is old": (lambda s, x: (s.decay(64), s.crop(60)), True),
     "evict": (lambda s, x: s.evict(64), True),
     "decay": (lambda s, x: s.decay(64), True),
     "select": (lambda s, x: s.select(torch.tensor([1, 0])), True),
@@ -1028,7 +1060,7 @@ def test_what_calls_remember_ends_with_its_epoch(name):
     change, ends = EPOCHS[name]
     inv_freq = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     recipe = Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=4)
-    store = make(recipe, 2, 1, 16, tile=16, inv_freq=inv_freq)
+    store = make(recipe, 2, 1, 16, tile=16, inv_freq=inv_freq, decays=True)
     x = torch.randn(2, 1, 70, 16)
     store.append(x, x)
     where = lambda: [t.data_ptr() for t in (*row_tensors(store), store.rope_table)]

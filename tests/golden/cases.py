@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache, attend, preset
+from turboquant_nb import Recipe, Spec, TurboQuantCache, attend, preset
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf.graphs import counted_by_device
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
@@ -232,7 +233,7 @@ def of_store(recipe, path, backend="", tokens=80):
     def run(s):
         turns = recipe.settled(FRAME).key.centre.rotates
         more = dict(inv_freq=ANGLES if turns else None, frame=FRAME)
-        make = lambda: KVStore(recipe, s.shape[1], HEADS, D, **more)
+        make = lambda: store_class(recipe)(recipe, s.shape[1], HEADS, D, **more)
         store, out = PATHS[path](make, s)
         keys, values = store.read()
         out |= {"keys": keys, "values": values}

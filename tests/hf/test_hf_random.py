@@ -27,7 +27,7 @@ from turboquant_nb.hf.layer import STEPS
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Coded, Spec, decode
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.memory import TruncatedCode
+from turboquant_nb.cache.decay import coarser
 from turboquant_nb.cache.store import expected_nbytes
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
@@ -108,12 +108,8 @@ class Dense:
         back = lambda q, c: (q.rotation.inverse(q.decode_rotated(c)) + mean) / self.pair
         truncated = coded = back(self.q, coded), coded
         if self.recipe.decay is not None:
-            old = make_quantizer(self.q.spec, D)
-            old = old.with_code(TruncatedCode(old.code))
-            truncated = (
-                back(old, Coded((coded[1].codes >> 1) + 2**self.q.spec.bits, coded[1].scale)),
-                None,
-            )
+            old = make_quantizer(coarser(self.q.spec, D), D)
+            truncated = back(old, Coded(coded[1].codes >> 1, coded[1].scale)), None
         old, recent = self.exact.shape[2], self.fresh.nonzero()
         self.tail = (
             (int(recent[0]) if len(recent) else old, old)

@@ -109,9 +109,6 @@ def test_more_refusals():
             blocks.read_block(store, tables, first, last)
     store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
     assert "contiguous" in blocks.refuses(store, tables)
-    _, short, _ = setup(B=1, H=1, T=600, sinks=0, win=0)
-    short.decay(600)
-    assert "decay" in blocks.refuses(short, tables)
 
 
 @needs_triton

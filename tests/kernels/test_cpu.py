@@ -440,7 +440,6 @@ def test_what_the_quantizer_must_look_at_changes_nothing(spoil, side, kernel):
     [
         Recipe(Spec(2.5), Spec(3)),
         Recipe(residual="prod").settled(),
-        Recipe(Spec(3), Spec(4), decay=20),
         Recipe(Spec(2, codebook="trellis"), Spec(3)),
     ],
 )

@@ -14,6 +14,7 @@ except ImportError:  # a machine that has a GPU but no pytest
     pytest = None
 
 from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.mixed_precision import make_quantizer
@@ -80,9 +81,10 @@ def test_rich_stores_read_and_attend_alike():
     """A store filled on the GPU, its copy on the processor: the same bits, and attention on
     both equals dense attention over what is read."""
     for name, recipe in RICH.items():
-        store = KVStore(recipe, 2, 3, 64, device=DEVICE, frame=random_frame(3, 64))
+        kind = store_class(recipe)
+        store = kind(recipe, 2, 3, 64, device=DEVICE, frame=random_frame(3, 64))
         store.set_range(start=torch.tensor([0, 5]))
-        for n in (700, 1, 7):  # with decay 300 the first tile has lost its last plane
+        for n in (700, 1, 7):  # with decay 300 the first tile is old
             store.append(
                 states(2, 3, n, 64, seed=n).to(DEVICE),
                 states(2, 3, n, 64, seed=n + 1).to(DEVICE),

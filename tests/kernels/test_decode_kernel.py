@@ -169,7 +169,6 @@ WITHOUT_TABLE = [
     (dict(kb=2.2, vb=1.4, d=15), {}),
     (dict(residual="qjl", kb=4, vb=2.5, n=2, start=[0, 37]), dict(sliding_window=50)),
     (dict(decay=200, kb=3.5, vb=2.5, n=5, m=20), dict(recent=16)),
-    (dict(decay=270, kb=1, vb=4, evict=70, center="pre_rope"), dict(softcap=5.0)),
 ]
 
 
@@ -190,26 +189,42 @@ def test_codes_without_a_table_are_served_block_by_block(case, options, monkeypa
 
 
 @needs_triton
-def test_a_plan_follows_decay_and_its_end():
-    """Truncated tiles come, and go with a crop: the kernel refuses as long as there are some,
-    and its tables are then those of before."""
-    q, store, _ = setup(d=32, H=1, G=1, T=200, tile=64)
-    off = lambda out: float((out - attend(q, store)[0]).norm() / attend(q, store)[0].norm())
-    portable = lambda: off(decode_attention(q, store, kernel="portable")[0])
-    gap = lambda: off(ops.attend(q, store, backend="blocks")[0])
-    assert portable() < PORTABLE
-    store.decay(130)
-    assert "decay" in refuses(Call.of(q, store)) and gap() < PORTABLE
-    store.select(torch.tensor([1, 1]))
-    assert gap() < PORTABLE
-    store.crop(store.length - 40)  # in the first truncated tile
-    assert store.key.memory.truncated_tiles == 1 and gap() < PORTABLE
-    store.crop(store.length)
-    store.append(
-        torch.randn(2, 1, 40, 32, device=DEVICE), torch.randn(2, 1, 40, 32, device=DEVICE)
+@mark.parametrize(
+    "case, options",
+    [
+        (dict(), {}),
+        (dict(kb=4, vb=2, center="pre_rope", start=[0, 70]), {}),
+        (dict(kb=1, vb=4, evict=70), dict(softcap=5.0)),
+        (dict(residual="sign", kb=3, vb=3, n=3, m=9), dict(recent=16)),
+    ],
+)
+def test_old_tokens_are_read_by_the_kernel_too(case, options):
+    """Each of the stores by a call of its own, in any of its states; where a kernel is not for
+    several queries without an order, blocks are."""
+    q, store, chunk = setup(**dict(d=32, H=1, B=2, G=1, T=300, tile=64, decay=200) | case)
+    off = lambda a, b: float((a[0] - b[0]).norm() / b[0].norm())
+    gap = lambda backend: off(
+        ops.attend(q, store, **chunk, **options, backend=backend),
+        attend(q, store, **chunk, **options),
     )
-    assert store.key.memory.truncated_tiles == 0 and not refuses(Call.of(q, store))
-    assert portable() < PORTABLE
+    for change in (
+        lambda: None,
+        lambda: store.select(torch.tensor([1, 1])),
+        lambda: store.crop(store.length - 150),  # among the old tokens
+    ):
+        change()
+        assert store.older.length >= 128
+        assert gap("blocks") < PORTABLE
+        if q.shape[2] == 1:
+            assert gap("triton") < PORTABLE
+        chunk, options = {}, {k: x for k, x in options.items() if k != "recent"}
+
+
+@needs_triton
+def test_a_kernel_that_is_given_one_of_several_stores_says_so():
+    q, store, _ = setup(d=32, H=1, G=1, T=200, tile=64, decay=130)
+    with pytest.raises(ValueError, match="several stores hold the tokens"):
+        decode_attention(q, store, kernel="portable")
 
 
 def poison(function, *args, **kwargs):
@@ -460,7 +475,6 @@ REFUSALS = [
     (dict(kb=2.5), {}, "keys: all channels must have equally many bits"),
     (dict(vb=(4, 3, 2, 1) * 8), {}, "values: all channels must have equally many bits"),
     (dict(residual="qjl"), {}, "QJL"),
-    (dict(decay=40, tile=16), {}, "lost a plane (decay)"),
     (dict(d=24), {}, "multiple of 16"),
     (dict(d=528), {}, "multiple of 16"),
     (dict(tile=60), {}, "power of two"),

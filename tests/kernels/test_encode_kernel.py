@@ -15,13 +15,14 @@ import triton.language as tl
 from tests.helpers import SLOW, ahead_of_time, covering_pairs, random_frame
 from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.append import append_by_host
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import row_tensors, tables_of
 from turboquant_nb.kernels import append as kernel
 from turboquant_nb.kernels import encode, encode_launch
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Spec, decode
-from turboquant_nb.quant.recipe import Recipe, preset
+from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 
@@ -104,10 +105,12 @@ def frame_for(heads, d, freq=None):
 def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
     (b, h, _, dk), dv = chunks[0][0].shape, chunks[0][1].shape[3]
     kwargs["frame"] = frame_for(h, dk, kwargs.get("inv_freq"))
+    kind = store_class(as_recipe(recipe))
     fused, plain = (
-        KVStore(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2)
+        kind(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2)
     )
     for k, v in chunks:
+        fused.age()
         kernel.append(fused, k, v)
         plain_append(plain, k, v)
     agree(fused, plain, chunks, ties)
@@ -570,11 +573,11 @@ def test_strides():
 
 
 def test_decay_evict_crop():
-    "Planes without their first tiles, and writes after a crop over old codes."
+    "Tiles that moved on, and writes after a crop over codes of before."
     recipe = Recipe(Spec(bits=3), Spec(bits=4), decay=64)
     fused, plain = both(recipe, chunks((150, 100, 5)), tile=64)
     for store in (fused, plain):
-        assert store.key.memory.truncated_tiles > 0
+        assert store.older.length == 128
         store.crop(30)
         store.evict(100)
     for k, v in chunks((1, 50), shift=0):

@@ -12,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import ahead_of_time, random_frame
 from turboquant_nb.cache.attention import Call, attend
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import encode, encode_launch, launch, ops
 from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb.quant.recipe import Recipe, as_recipe
 
 NOTEBOOK = Path(__file__).parents[2] / "nbs" / "44_launch.ipynb"
 needs_triton = pytest.mark.skipif(
@@ -159,7 +160,8 @@ def test_plain_pytorch_needs_no_float64(recipe, dtype):
 
     def run():
         more = dict(inv_freq=0.5 ** torch.arange(1.0, 17.0), frame=random_frame(2, 32, 32))
-        store = KVStore(recipe, 2, 2, 32, dtype=dtype, **more)
+        kind = store_class(as_recipe(recipe))
+        store = kind(recipe, 2, 2, 32, dtype=dtype, **more)
         for n in (600, 1, 1, 5):
             k, v = (
                 torch.randn(2, 2, n, 32, generator=torch.Generator().manual_seed(n)).to(dtype)

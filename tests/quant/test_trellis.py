@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from turboquant_nb.cache.store import KVStore, expected_nbytes
+from turboquant_nb.cache.decay import DecayStore
+from turboquant_nb.cache.store import expected_nbytes
 from turboquant_nb.quant.mixed_precision import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
 from turboquant_nb.quant.recipe import Recipe
@@ -76,10 +77,12 @@ def test_what_it_does_not_have_is_refused(bits, d):
 def test_decay_and_residual_are_refused():
     side = Spec(3, codebook="trellis")
     with pytest.raises(ValueError, match="whose code has a coarser one"):
-        KVStore(Recipe(side, side, decay=64), 1, 1, 64)
-    mixed = KVStore(Recipe(side, Spec(4), decay=64), 1, 1, 64, tile=64)
+        DecayStore(Recipe(side, side, decay=64), 1, 1, 64)
+    mixed = DecayStore(Recipe(side, Spec(4), decay=64), 1, 1, 64, tile=64)
     mixed.append(*torch.randn(2, 1, 1, 200, 64))
-    assert mixed.value.memory.truncated_tiles and not mixed.key.memory.truncated_planes
+    mixed.age()
+    assert mixed.older.length == 128 and mixed.older.key.q is mixed.key.q
+    assert mixed.older.value.q.channel_bits == (3,) * 64
     with pytest.raises(ValueError, match="is a code without residual='qjl'"):
         Spec(3, codebook="trellis", residual="qjl")
 

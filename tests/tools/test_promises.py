@@ -65,7 +65,6 @@ store.KVStore.read first=None last=None framed=False
 store.KVStore.set_range start=None end=None k=None v=None
 store.tail_with names=('k',·'v')
 store.KVStore.crop tail=None
-memory.TruncatedCode.levels check_range=False
 attention.Rule.__init__ scaling=None sliding_window=None softcap=None causal=True
     backend='auto' sinks=None latent=False
 attention.Call.of k=None v=None mask=None first=None recent=None bias=None
@@ -134,7 +133,7 @@ def test_what_is_compared_by_value_and_what_cannot_be_changed():
 def test_shared_tables_can_be_used_in_any_mode():
     """What is made once and kept must not be an inference tensor, whoever asks first: autograd
     and in-place writes would fail for all others."""
-    from turboquant_nb.cache.memory import _slots, _truncated, shared_quantizer
+    from turboquant_nb.cache.memory import _slots, shared_quantizer
     from turboquant_nb.theory.qjl import sketch_matrix
 
     slots = _slots.__wrapped__
@@ -149,5 +148,5 @@ def test_shared_tables_can_be_used_in_any_mode():
             rotations.make_rotation(kind, 44, 77).matrix for kind in ("haar", "hadamard")
         ] + [rotations.hadamard_matrix.__wrapped__(44)]
         q = shared_quantizer(Spec(3, seed=77), 44, torch.device("cpu"))
-        made += [q.rotation.matrix, q.codebook.levels, *_truncated(q).code.tables]
+        made += [q.rotation.matrix, q.codebook.levels, *q.code.coarser.tables]
     assert not any(t.is_inference() for t in made)

@@ -373,6 +373,8 @@ def _finish(soft: _Softmax, call: Call) -> Answer:
 def check_call(call: Call, block: int | None = None) -> None:
     "Raises ValueError/TypeError on shapes, dtypes, devices or numbers that do not fit."
     rule, store, q, k, v, _, first, recent, *_ = call
+    if first is None and len(store.runs) > 1:
+        raise ValueError("several stores hold the tokens: `attend` calls each of them")
     first = store.offset if first is None else first
     checks.floats(q, "q")
     (b, h), (dk, dv), length = (

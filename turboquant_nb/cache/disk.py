@@ -137,7 +137,9 @@ def store_of(
     much room it shall have. Raises ValueError if tensors and header do not fit each other, or
     `max_length` is less than is held."""
     tensors, header = Saved(tensors), Saved.of(header, "header")
-    old = {name: tensors.pop(name) for name in [*tensors] if name.startswith("older.")}
+    ages = "older" in header
+    old = [name for name in tensors if name.startswith("older.")] if ages else []
+    old = {name: tensors.pop(name) for name in old}
     n, clock, r = _numbers_of(header), clock_of(header), Recipe.from_json(header["recipe"])
     dtype = getattr(torch, header.one_of("dtype", _DTYPES))
     if n["offset"] or "end" in tensors:
@@ -155,7 +157,7 @@ def store_of(
             checks.within(tensors[name], name, 0, most)
     if "map" in tensors and (x := restore_transforms(tensors).name) != r.key.rotation:
         raise ValueError(f"map must be the transform {r.key.rotation}, got {x}")
-    store = store_class(r)(
+    store = (DecayStore if ages else store_class(r))(
         r,
         n["batch"],
         n["heads"],
@@ -173,10 +175,8 @@ def store_of(
     for name, part in zip(("key", "value"), store.parts):
         _restore(part, name, tensors)
     store.offset = n["offset"]
-    if store.decays:
+    if ages:
         _give_older(store, old, header)
-    elif old:
-        raise ValueError("older tokens are of a recipe with decay")
     start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
     _rewind(store, length=n["length"], start=start, end=end, recent_from=n["_recent_from"])
     return store
