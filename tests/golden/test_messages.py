@@ -67,7 +67,11 @@ GONE: dict[str, str] = {
     "{}: all channels must have equally many bits, got {}": "a sentence of `ScalarCode`",
     "{}: levels must be on their int8 grid (Codebook.to_int8_grid)": "the same",
     "codes must lie in 0..{}, got {}": "by `checks.within`, in the same words",
-    "decay drops the last plane of codes; residual 'qjl' keeps signs apart": "its signs",
+    "decay drops the last plane of codes; residual 'qjl' keeps signs apart": (
+        "the recipe says it; beside a side that decays such codes stay as they are"
+    ),
+    "decay needs a side with channels of 3 or 4 bits": "whose code has a coarser one",
+    "tiles that lost a plane (decay) are not supported": "old tokens have a store of their own",
     WAITS: "in two parts: what is asked, and the code's reason",
     "{}: a cell holds codes with one number of bits and no sketch, got {}": "with the reason",
     # a code without one look-up table is decoded block by block, whatever it is
