@@ -16,16 +16,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..cache.clock import is_captured
 from ..cache.exact import Tail, _plain
 from ..cache.store import row_tensors
-from .cache import TurboQuantCache
 from .compiled import StepChoice
 from .graphs import CudaGraph
 from .hooks import Detour
 from .layer import STEPS, TurboQuantLayer
+from .passes import Pass
 
 # %% ../../nbs/53c_runner.ipynb #a1e2ab51
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class StepRunner:
 
     chooses = property(lambda self: self.graphs is True)  # whether parts of steps are compiled
 
-    def __init__(self, cache: TurboQuantCache, model, graphs):
+    def __init__(self, cache, model, graphs):
         if not isinstance(graphs, bool) and not callable(graphs):
             raise TypeError(
                 f"graphs must be True, False or a class like CudaGraph, got {graphs!r}"
@@ -440,14 +440,14 @@ class StepRunner:
 
     # --- while a prompt is read
 
-    def _device_needs(self, took: float) -> float:
-        "Seconds for the rest of a prompt, whose pass took Python so many: by layers done."
-        marks = [event for _, event in self.cache()._unseen if event is not None]
+    def _device_needs(self, now: Pass) -> float:
+        "Seconds for the rest of a prompt, by the layers done since its pass began."
+        marks = [event for _, event in now.unseen if event is not None]
         done = sum(event.query() for event in marks)
         whole = len(marks) == len(self.cache().coded_layers)
-        return took * (len(marks) - done) / max(done, 1) if whole else 0.0
+        return now.seconds * (len(marks) - done) / max(done, 1) if whole else 0.0
 
-    def after_pass(self, args: tuple, kwargs: dict, took: float) -> None:
+    def after_pass(self, args: tuple, kwargs: dict, now: Pass) -> None:
         """Capture the step after a prompt while the device still reads it: a step of a kind
         that was compared before, with as many drafts as the prompt had, if it takes less than
         the device needs. Where the step did not come, as between chunks of a prompt, it is left
@@ -461,7 +461,7 @@ class StepRunner:
         stands = vars(self.model()).get("forward")
         if not isinstance(stands, Detour):  # somebody has put another forward there
             return
-        needs, ids = self._device_needs(took), args[0] if args else kwargs.get("input_ids")
+        needs, ids = self._device_needs(now), args[0] if args else kwargs.get("input_ids")
         mask, length = kwargs.get("attention_mask"), layers[0].length
         if not needs or type(ids) is not Tensor or ids.ndim != 2:
             return
@@ -542,7 +542,7 @@ class StepRunner:
             given = dict(input_ids=captured.ids, position_ids=places, past_key_values=cache)
             out = forward(**given, **step.rest)
             if not isinstance(out, dict) or not all(
-                isinstance(x, (Tensor, TurboQuantCache)) for x in out.values()
+                isinstance(x, (Tensor, Cache)) for x in out.values()
             ):
                 raise ValueError("the model returns more than logits")
             captured.made, names = (
@@ -656,7 +656,7 @@ class StepRunner:
 
     def _look(self) -> None:
         "Raise what replays found, as soon as it costs no waiting."
-        self.cache()._read_flags()
+        self.cache().read_flags()
         if self.odd.device.type != "cuda":
             return self.check()
         if self.arrives is None:
@@ -706,18 +706,14 @@ class StepRunner:
         took = dict(captured=self.captured, seconds=self.seconds, replayed=self.replayed)
         return took | dict(compiled=said, why_not=why, line=line)
 
-
-TurboQuantCache.make_runner = StepRunner
-
 # %% ../../nbs/53c_runner.ipynb #d0e2730a
 def _by_runner(model, forward, args: tuple, kwargs: dict):
     "A call of a model's forward, by the runner of the cache that it is given."
     cache = kwargs.get("past_key_values")
-    if torch.compiler.is_compiling() or not isinstance(cache, TurboQuantCache):
+    runner = getattr(cache, "runner", None)
+    if torch.compiler.is_compiling() or not isinstance(runner, StepRunner):
         return forward(*args, **kwargs)
     first = cache.coded_layers[0]
     busy = first.is_initialized and is_captured(first.store.device)
-    mine = cache.runner.attached and cache.runner.model() is model
-    return (
-        cache.runner(forward, args, kwargs) if mine and not busy else forward(*args, **kwargs)
-    )
+    mine = runner.attached and runner.model() is model
+    return runner(forward, args, kwargs) if mine and not busy else forward(*args, **kwargs)
