@@ -83,9 +83,9 @@ class CodedStates(Handle):
         values of them. Raises ValueError as `probe`."""
         layer, states = self.layer, (self.chunk, rotary.chunk)
         # weights may be others for another prompt
-        if self.fresh or layer.expansion is None:
-            layer.expansion = eagerly(expansion_sizes, own, module, *states)
-        found = expansion_of(own, module, *states, layer.expansion)
+        if self.fresh or layer.expansion_sizes is None:
+            layer.expansion_sizes = eagerly(expansion_sizes, own, module, *states)
+        found = expansion_of(own, module, *states, layer.expansion_sizes)
         return tuple(replace(x, own=own, expansion=found) for x in (self, rotary))
 
     @property

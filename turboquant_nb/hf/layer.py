@@ -135,7 +135,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.tail = None  # exact states that the last chunk's queries read, and a crop
         self.rules = {}  # how it attends on codes, see `hf.attention`
         self.latent = info.latent is not None  # whether keys and values are made of its states
-        self.expansion = None  # sizes of how that is done, learnt in a first chunk
+        self.expansion_sizes = None  # of how that is done, learnt in a first chunk
         self.captured = CapturedSteps()  # serves steps that a graph captures
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
