@@ -193,7 +193,9 @@ turboquant_mask = listening(mask_on_codes)
 def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
     """Causal attention in a sliding window, a block of queries at a time; the queries are the
     last tokens."""
-    out, before, length = [], key.shape[2] - query.shape[2], key.shape[2]
+    out = []
+    length = key.shape[2]
+    before = length - query.shape[2]
     for i in range(0, query.shape[2], rows):
         last = min(before + i + rows, length)
         at = torch.arange(before + i, last, device=query.device)[:, None]
@@ -206,16 +208,30 @@ def _sliding(query, key, value, scaling, sliding_window: int, rows: int = 1024):
     return torch.cat(out, 2)
 
 
+def _cut(x: Tensor | None, rows: slice) -> Tensor | None:
+    "Some rows of a mask or a bias [B|1, Hq|1, n|1, T]; None and what all rows share stay."
+    return x if x is None or x.shape[2] == 1 else x[:, :, rows]
+
+
 def _biased(query, key, value, scaling, mask, bias, rows: int = 512):
     "Attention with a bias on scores, a block of queries at a time."
-    out, low = [], torch.finfo(query.dtype).min / 2
-    cut = lambda x, rows: x if x is None or x.shape[2] == 1 else x[:, :, rows]
+    out = []
+    low = torch.finfo(query.dtype).min / 2
     for i in range(0, query.shape[2], rows):
         block = slice(i, i + rows)
-        q, added = query[:, :, block], cut(bias, block).to(query.dtype)
-        added = torch.where(cut(mask, block), added, low)
+        q = query[:, :, block]
+        added = torch.where(_cut(mask, block), _cut(bias, block).to(query.dtype), low)
         out.append(F.scaled_dot_product_attention(q, key, value, added, scale=scaling))
     return torch.cat(out, 2)
+
+
+def _order(n: int, length: int, sliding_window: int | None, causal: bool, device) -> Tensor:
+    "What the last n of so many tokens may see, [n, length] bool."
+    at = torch.arange(length - n, length, device=device)[:, None]
+    p = torch.arange(length, device=device)
+    if not causal:
+        return (p >= 0).expand(n, length)
+    return (p <= at) & (p > at - (sliding_window or length))
 
 
 def exact_attention(
@@ -225,42 +241,48 @@ def exact_attention(
 ) -> Tensor:  # [B, Hq, n, d]
     """Attention on dense tensors: torch's own where it can, the reference where scores are
     capped or a logit is added."""
-    _, query, key, value, mask, scaling, softcap, sink, _, bias = call
-    plain = softcap is None and sink is None
-    if bias is not None and plain:
-        n, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-        at = torch.arange(length - n, length, device=query.device)[:, None]
-        p = torch.arange(length, device=query.device)
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    if call.softcap is not None or call.sink is not None:
+        rest = dict(causal=causal, sliding_window=sliding_window, softcap=call.softcap)
+        answer = dense_attention(query, key, value, call.scaling, mask, bias=call.bias, **rest)
+        return with_sinks(*answer, call.sink).out
+    groups = query.shape[1] // key.shape[1]
+    n, length = query.shape[2], key.shape[2]
+    many = lambda x: x if groups == 1 else x.repeat_interleave(groups, 1)
+    if call.bias is not None:
         if mask is None:
-            window = length if sliding_window is None else sliding_window
-            mask = ((p <= at) & (p > at - window) if causal else p >= 0)[None, None]
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        return _biased(query, key, value, scaling, mask, bias)
-    if not plain:
-        rest = dict(causal=causal, sliding_window=sliding_window, softcap=softcap, bias=bias)
-        out, lse = dense_attention(query, key, value, scaling, mask, **rest)
-        return with_sinks(out, lse, sink).out
-    groups, (n, length) = query.shape[1] // key.shape[1], (query.shape[2], key.shape[2])
-    slides = mask is None and sliding_window is not None and sliding_window < length
-    if (
-        causal and mask is None and not slides and 1 < n < length
-    ):  # torch's own order begins at the first
-        mask = torch.ones(n, length, dtype=torch.bool, device=query.device).tril(length - n)
-    if (slides or mask is not None) and groups > 1:  # with a mask no fused kernel shares heads
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if slides:
-        return _sliding(query, key, value, scaling, sliding_window)
-    causal = causal and mask is None and n > 1
+            mask = _order(n, length, sliding_window, causal, query.device)[None, None]
+        return _biased(query, many(key), many(value), call.scaling, mask, call.bias)
+    if mask is None and sliding_window is not None and sliding_window < length:
+        return _sliding(query, many(key), many(value), call.scaling, sliding_window)
+    # torch's own order begins at the first token, not at the first query
+    if causal and mask is None and 1 < n < length:
+        mask = _order(n, length, None, True, query.device)
+    # with a mask no fused kernel shares heads
+    if mask is not None:
+        key, value = many(key), many(value)
+    how = dict(is_causal=causal and mask is None and n > 1, scale=call.scaling)
     gqa = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=causal, scale=scaling, enable_gqa=gqa
-    )
+    return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=gqa, **how)
 
 # %% ../../nbs/52_hf_attention.ipynb #baec7ee4
+def _within(call: AttentionCall, length: int) -> AttentionCall:
+    "A call whose mask and bias have columns of so many tokens: a static layer asked for more."
+    cut = lambda x: None if x is None else x[..., :length]
+    return call._replace(mask=cut(call.mask), bias=cut(call.bias))
+
+
+def _rows(call: AttentionCall, rows: slice) -> AttentionCall:
+    "A call of some of its queries."
+    mask, bias = _cut(call.mask, rows), _cut(call.bias, rows)
+    return call._replace(query=call.query[:, :, rows], mask=mask, bias=bias)
+
+
 def _prefill(call: AttentionCall) -> Tensor:
     """The first chunk, exactly. What padding sees is 0. A layer that takes another's keys may
     bring the last queries only (Gemma 4)."""
-    query, layer, k, v = call.query, call.key.layer, call.key.chunk, call.value.chunk
+    query, layer = call.query, call.key.layer
+    k, v = call.key.chunk, call.value.chunk
     if call.key.expansion is not None:
         k, v = call.key.own(k, v)
     layer.calls["prefill"] += 1
@@ -273,42 +295,31 @@ def _prefill(call: AttentionCall) -> Tensor:
     if call.mask is not None or not any(layer.starts):
         return exact_attention(call._replace(key=k, value=v), layer.sliding_window)
     out = query.new_zeros(*query.shape[:3], v.shape[3])
-    for s in set(layer.starts) - {k.shape[2]}:  # of which something is real
-        rows = [i for i, x in enumerate(layer.starts) if x == s]
-        asks = max(0, s - (k.shape[2] - query.shape[2]))
+    # rows that begin at one position go together; of a row that is all padding nothing is real
+    for start in set(layer.starts) - {k.shape[2]}:
+        rows = [i for i, x in enumerate(layer.starts) if x == start]
+        asks = max(0, start - (k.shape[2] - query.shape[2]))
         part = call._replace(
-            query=query[rows, :, asks:], key=k[rows, :, s:], value=v[rows, :, s:]
+            query=query[rows, :, asks:], key=k[rows, :, start:], value=v[rows, :, start:]
         )
         if call.bias is not None:
             bias = call.bias.expand(len(query), -1, query.shape[2], -1)
-            part = part._replace(bias=bias[rows, :, asks:, s:])
+            part = part._replace(bias=bias[rows, :, asks:, start:])
         out[rows, :, asks:] = exact_attention(part, layer.sliding_window)
     return out
 
 
-def _within(call: AttentionCall, length: int) -> AttentionCall:
-    "A call whose mask and bias have columns of so many tokens: a static layer asked for more."
-    cut = lambda x: None if x is None else x[..., :length]
-    return call._replace(mask=cut(call.mask), bias=cut(call.bias))
-
-
-def _rows(call: AttentionCall, rows: slice) -> AttentionCall:
-    "A call of some of its queries."
-    cut = lambda x: x if x is None or x.shape[2] == 1 else x[:, :, rows]
-    mask, bias = cut(call.mask), cut(call.bias)
-    return call._replace(query=call.query[:, :, rows], mask=mask, bias=bias)
-
-
 def _prefill_and_drafts(call: AttentionCall) -> Tensor:
     "A prompt exactly, then the drafts behind it as if they came one by one."
-    layer, n, drafts = call.key.layer, call.key.chunk.shape[2], call.key.drafts
-    last, states = call.query.shape[2] - drafts, (call.key, call.value)
-    k, v = (x.with_chunk(x.chunk[:, :, : n - drafts], True) for x in states)
+    keys, values, layer = call.key, call.value, call.key.layer
+    prompt = keys.chunk.shape[2] - keys.drafts
+    last = call.query.shape[2] - keys.drafts
+    k, v = (x.with_chunk(x.chunk[:, :, :prompt], True) for x in (keys, values))
     out = _prefill(_rows(call, slice(0, last))._replace(key=k, value=v))
-    k, v = (x.chunk[:, :, n - drafts :] for x in states)
     near = (None, None) if layer.tail is None else (layer.tail.key, layer.tail.value)
-    both = zip(states, (layer.store.key.into_frame(k), v), near)
-    k, v = (x.with_chunk(chunk, False, last) for x, chunk, last in both)
+    drafts = layer.store.key.into_frame(keys.chunk[:, :, prompt:])
+    k = keys.with_chunk(drafts, False, near[0])
+    v = values.with_chunk(values.chunk[:, :, prompt:], False, near[1])
     rest = _on_codes(_rows(call, slice(last, None))._replace(key=k, value=v))
     return torch.cat([out, rest], 2)
 
@@ -316,17 +327,13 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
 def _rule(layer, call: AttentionCall, backend: str) -> Rule:
     """How a layer attends on codes, made once. A sink's logit is the model's, which no cache
     keeps: it joins later."""
-    make = lambda: Rule(
-        call.scaling,
-        layer.sliding_window,
-        call.softcap,
-        backend=backend,
-        latent=call.key.expansion is not None,
-    )
+    latent = call.key.expansion is not None
+    window, softcap = layer.sliding_window, call.softcap
+    make = lambda: Rule(call.scaling, window, softcap, backend=backend, latent=latent)
     # compilers would trace once more what was kept meanwhile
     if torch.compiler.is_compiling():
         return make()
-    known = call.scaling, call.softcap, backend, call.key.expansion is None
+    known = call.scaling, softcap, backend, latent
     rule = layer.rules.get(known)
     if rule is None:
         rule = layer.rules[known] = make()
@@ -342,29 +349,40 @@ def _on_codes(call: AttentionCall) -> Tensor:
 
 def _by_codes(call: AttentionCall) -> Tensor:
     "Few tokens as if they came one by one, many with their own tokens exactly."
-    if call.key.layer.scales_pairs:
-        call = call._replace(query=call.key.layer.store.key.query(call.query))
-    _, query, key, value, mask, *_, bias = call
-    layer, k, v, n = key.layer, key.chunk, value.chunk, query.shape[2]
-    recent, demanded, first = None, layer.backend, None
+    layer = call.key.layer
+    if layer.by_device:
+        answer = layer.captured.attend(_call_on(layer, call))
+    else:
+        answer = _attended(layer, _call_on(layer, call))
+        if layer.is_sliding:
+            layer.free(call.key.first)
+    if call.sink is None:
+        return answer.out
+    return with_sinks(*answer, call.sink, need_lse=False).out
+
+
+def _call_on(layer, call: AttentionCall) -> Call:
+    "What a layer's store is asked. Raises ValueError for a bias in a captured step."
+    k, v = call.key.chunk, call.value.chunk
+    query, mask, bias = call.query, call.mask, call.bias
+    if layer.scales_pairs:
+        query = layer.store.key.query(query)
+    recent = first = None
     if mask is None and layer.serves_steps(k.shape[2]):
-        k, v, recent = key.near, value.near, max(layer.recipe.recent, 1)
-    if key.expansion is not None:
+        k, v = call.key.near, call.value.near
+        recent = max(layer.recipe.recent, 1)
+    if call.key.expansion is not None:
         k, v = torch.cat([k, v], -1), k
     if bias is not None and layer.by_device and not layer.clock.fixed:
         raise ValueError("a bias on scores has another shape in each step: none is captured")
     if (mask is not None or bias is not None) and not layer.by_device:
-        near = _within(call, layer.length - key.first)
-        mask, bias, first = near.mask, near.bias, key.first
-    ask = "auto" if demanded == "triton" and n > 16 and recent is None else demanded
+        first = call.key.first
+        near = _within(call, layer.length - first)
+        mask, bias = near.mask, near.bias
+    long = query.shape[2] > 16 and recent is None
+    ask = "auto" if layer.backend == "triton" and long else layer.backend
     rule, lse = _rule(layer, call, ask), call.sink is not None
-    ours = Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
-    if layer.by_device:
-        answer = layer.captured.attend(ours)
-        if call.sink is None:
-            return answer.out
-        return with_sinks(*answer, call.sink, need_lse=False).out
-    return _served(call, *_attended(layer, ours))
+    return Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
 
 
 @lru_cache
@@ -373,35 +391,32 @@ def _say_fallback(name: str, why: str) -> None:
     warnings.warn(f"decoding steps are served by backend {name!r}: {why}", stacklevel=2)
 
 
-def _attended(layer, ours: Call) -> tuple:  # (backend, answer)
-    "Eager attention to what a layer's store holds."
-    demanded, n, mask = layer.backend, ours.q.shape[2], ours.mask
-    plain = mask is None and ours.bias is None
-    if plain and demanded != "torch" and (again := ops.attend_again(ours)) is not None:
-        return "triton", again
-    name, why = ops.select_backend(ours)
-    if name == "torch" and demanded == "triton":
-        why = ops.BACKENDS["flash"].refuses(ours)
-        raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
-    answer = ops.serve(ours, name)
-    if why and name != "flash":
-        layer.reasons[why if mask is None else layer.mask_reason or "a mask was given"] += 1
-        lacks = ops.CPU.library.lacks(why)
-        if lacks or why == ops.launch.device_reason(layer.store, False):
-            _say_fallback(name, why)
-    return name, answer
-
-
-def _served(call: AttentionCall, name: str, answer: Answer) -> Tensor:
-    "The output of an attention by backend `name`, which is counted."
-    layer = call.key.layer
+def _attended(layer, ours: Call) -> Answer:
+    "Eager attention to what a layer's store holds, counted by who gave it."
+    answer = None
+    if ours.mask is None and ours.bias is None and layer.backend != "torch":
+        name, answer = "triton", ops.attend_again(ours)
+    if answer is None:
+        name, why = ops.select_backend(ours)
+        if name == "torch" and layer.backend == "triton":
+            why = ops.BACKENDS["flash"].refuses(ours)
+            n = ours.q.shape[2]
+            raise ValueError(f"backend 'triton' cannot serve a chunk of {n} tokens: {why}")
+        answer = ops.serve(ours, name)
+        if why and name != "flash":
+            _note_fallback(layer, ours, name, why)
     layer.calls[ops.BACKENDS[name].served] += 1
     layer.backends[name] += 1
-    if layer.is_sliding:
-        layer.free(call.key.first)
-    if call.sink is None:
-        return answer.out
-    return with_sinks(*answer, call.sink, need_lse=False).out
+    return answer
+
+
+def _note_fallback(layer, ours: Call, name: str, why: str) -> None:
+    "Count why no kernel served, and say once what this machine lacks."
+    masked = ours.mask is not None
+    layer.reasons[(layer.mask_reason or "a mask was given") if masked else why] += 1
+    lacks = ops.CPU.library.lacks(why)
+    if lacks or why == ops.launch.device_reason(layer.store, False):
+        _say_fallback(name, why)
 
 # %% ../../nbs/52_hf_attention.ipynb #614d6c52
 def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, **kwargs):
