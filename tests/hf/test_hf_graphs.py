@@ -21,7 +21,7 @@ from turboquant_nb.hf import TurboQuantCache, edits
 from types import SimpleNamespace
 
 from turboquant_nb.hf.graphs import Tape
-from turboquant_nb.hf.runner import StepRunner, _settings
+from turboquant_nb.hf.runner import StepRunner, settings_digest
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
@@ -357,9 +357,9 @@ def test_all_layers_are_cropped_together_as_one_by_one(steps, how, monkeypatch):
     model = tiny("mistral" if how == "sliding" else "llama", num_hidden_layers=3)
     model.set_attn_implementation("turboquant")
     text = prompt(1, 300, padded=False)["input_ids"]
-    together, found = edits._crop_together, []
+    together, found = edits.crop_together, []
     notes = lambda *args: found.append(together(*args)) or found[-1]
-    monkeypatch.setattr(edits, "_crop_together", notes)
+    monkeypatch.setattr(edits, "crop_together", notes)
     recipe = Recipe(Spec(3), Spec(3), recent=6, sinks=3)
     more = {} if how in ("eager", "sliding", "graphs") else dict(max_length=300)
     more |= dict(static=how == "static", graphs=Tape if how in ("graphs", "limited") else False)
@@ -707,7 +707,7 @@ def test_what_a_graph_has_of_a_model_is_looked_at_in_each_call(monkeypatch):
     values of weights are not. Sixteen functions are called for a module at most (129 when
     parameters, buffers and modules were walked through one by one and attributes spelt out)."""
     model = copy.deepcopy(tiny())
-    mlp, norm, before = model.model.layers[1].mlp, model.model.norm, _settings(model)
+    mlp, norm, before = model.model.layers[1].mlp, model.model.norm, settings_digest(model)
     weights, rope = mlp.up_proj._parameters, model.model.rotary_emb._buffers
     own, new = weights["weight"], torch.nn.Parameter
     changes = [
@@ -726,23 +726,23 @@ def test_what_a_graph_has_of_a_model_is_looked_at_in_each_call(monkeypatch):
     for change in changes:
         with monkeypatch.context() as m:
             m.setitem(*change)
-            seen.append(_settings(model))
-        assert _settings(model) == before
+            seen.append(settings_digest(model))
+        assert settings_digest(model) == before
     for kind in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", kind):
-            seen.append(_settings(model))
+            seen.append(settings_digest(model))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    seen.append(_settings(model))
+    seen.append(settings_digest(model))
     torch.set_float32_matmul_precision(precision)
     assert [seen.index(x) for x in seen] == [*range(len(seen))]
     mlp.active = ["one"]
-    held = _settings(model)
+    held = settings_digest(model)
     mlp.active.append("two")
-    assert _settings(model) != held
+    assert settings_digest(model) != held
     del mlp.active
     own.add_(1)
-    assert _settings(model) == before
+    assert settings_digest(model) == before
     model.model.loop = model.model.layers  # a module in two places
-    assert isinstance(_settings(model), int)
-    assert host_calls(lambda: _settings(model)) <= 16 * len([*model.modules()])
+    assert isinstance(settings_digest(model), int)
+    assert host_calls(lambda: settings_digest(model)) <= 16 * len([*model.modules()])

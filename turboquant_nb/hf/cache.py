@@ -232,15 +232,16 @@ class TurboQuantCache(Cache):
         tokenizer=None,  # the model's, by which a frame is found; None: one on this machine
     ):
         self.info = ModelInfo(model_or_config)
-        module = isinstance(model_or_config, torch.nn.Module)
-        self._model = weakref.ref(model_or_config) if module else lambda: None
+        own = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
+        self._model = lambda: None
+        if own is not None:
+            self._model = weakref.ref(own)
         self.config = self.info.config
         _check_settings(max_length, backend, static, attention)
         _check_reading(self.info, warn=attention != "dense")
-        self.max_length, self.backend, self.static = max_length, backend, static
-        plan = max_length, calibration, budget
-        recipes = plan_layers(self.info, recipe, bits, *plan)
-        own = model_or_config if module else None
+        self.max_length, self.static = max_length, static
+        self.backend = backend
+        recipes = plan_layers(self.info, recipe, bits, max_length, calibration, budget)
         self.frame = _frame_for(self.info, recipes, own, frame, calibration, tokenizer)
         frames = self.frame.frames if self.frame else [None] * len(recipes)
         device = getattr(own, "device", None)
@@ -257,20 +258,19 @@ class TurboQuantCache(Cache):
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
             clock = DeviceClock if static else HostClock
-            settings = max_length, backend, clock, held
-            layers[x.index] = kind(r, x, self.reader, *settings)
+            layers[x.index] = kind(r, x, self.reader, max_length, backend, clock, held)
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         self.padding = RowStarts(self.coded_layers)
         self.flags = Flags()
         # whose states a file held; which adapters took part in what is held (None: not known)
-        self._weights = self._adapters = None
+        self.held_weights = self.held_adapters = None
         listen_to_masks()
         serve_handles()
         for attention in reading.expands:
             serve_expansions(attention, EXPAND)
-        if module:
-            _listen_to_passes(model_or_config)
+        if own is not None:
+            _listen_to_passes(own)
         self.runner = StepRunner(self, model_or_config, graphs)
 
     @property
@@ -461,26 +461,31 @@ class TurboQuantCache(Cache):
         return _check_pass(self, model, given)
 
     @property
+    def model(self):
+        "The model that it was made for or ran last; None where that is gone, or a config."
+        return self._model()
+
+    @property
     def weights(self) -> dict | None:
         "Whose states are held, see `weights_of`; None: not known, as of a config."
-        model = self._model()
-        return self._weights if model is None else weights_of(model)
+        return self.held_weights if self.model is None else weights_of(self.model)
 
     def recognise(self, model) -> None:
         """Note which model runs. Raises ValueError where other weights, or other adapters, made
         the states that are held."""
-        known, held, now = self._model(), self.coded_layers[0].length, adapters_of(model)
+        known, now = self.model, adapters_of(model)
+        held = self.coded_layers[0].length
         if known is not model:
             self.check_model(model.config)
             apart = known is None or {*known.modules()}.isdisjoint(model.modules())
             if held and apart and (states := self.weights):
                 check_weights(states, model, "this cache")
             self._model = weakref.ref(model)
-        if not held or self._adapters is None:
-            self._adapters = now
-        elif self._adapters != now:
+        if not held or self.held_adapters is None:
+            self.held_adapters = now
+        elif self.held_adapters != now:
             raise ValueError(
-                f"this cache holds states of adapters {self._adapters}, and {now} take part "
+                f"this cache holds states of adapters {self.held_adapters}, and {now} take part "
                 "now: make a cache for each, or call cache.reset()"
             )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from .. import checks
-from ..cache.store import _crop_together, rearrange
+from ..cache.store import crop_together, rearrange
 from .cache import Flags, TurboQuantCache
 from .layer import MARGIN, TurboQuantLayer
 
@@ -32,9 +32,8 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     if self.clock.fixed:
         self.tail = self.store.crop(n, self.tail)
         return
-    if (
-        self.drafting and self.store.clock.fixed
-    ):  # passes with drafts are replayed, so no tensor may move; the host knows the length
+    # passes with drafts are replayed, so no tensor may move; the host knows the length
+    if self.drafting and self.store.clock.fixed:
         with self.knowing(self.store.length):
             self.tail = self.store.crop(n, self.tail)
         return
@@ -61,7 +60,7 @@ def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
         lengths = cache.counted()
         for x in layers:
             x.store.length = lengths[x.index]
-    left = _crop_together([x.store for x in layers], tokens, [x.tail for x in layers])
+    left = crop_together([x.store for x in layers], tokens, [x.tail for x in layers])
     for x, tail in zip(layers, left or ()):
         x.tail = tail
     return left is not None

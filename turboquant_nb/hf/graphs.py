@@ -86,11 +86,9 @@ class CapturedSteps:
     def attend(self, call: Call) -> Answer:
         "By the settled backend, by PyTorch for what it was not asked about."
         if call.mask is not None:  # a model that is compiled makes it without our padding
-            places, start = (
-                torch.arange(call.mask.shape[3], device=call.q.device),
-                call.store.start,
-            )
-            call = call._replace(mask=call.mask & (places >= start[:, None, None, None]))
+            places = torch.arange(call.mask.shape[3], device=call.q.device)
+            real = places >= call.store.start[:, None, None, None]
+            call = call._replace(mask=call.mask & real)
         few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
         return ops.serve(call, self.backends["attention"].backend if few else "torch")
 
@@ -178,9 +176,8 @@ class Tape(TorchDispatchMode):
             x.copy_(now(x))
 
 # %% ../../nbs/53_graphs.ipynb #e7df7699
-_ROOM = (
-    512  # tokens that a store can take at least, when it is made static without a max_length
-)
+# tokens that a store can take at least, when it is made static without a max_length
+_ROOM = 512
 
 
 @_plain

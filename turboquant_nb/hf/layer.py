@@ -57,7 +57,9 @@ class Reader:
         config=None,  # of the text model: names the attention that runs now
         asked: str = "auto",  # "codes" demands codes, "dense" goes without
     ):
-        self.why, self.config, self.asked = why, config, asked
+        self.why = why
+        self.config = config
+        self.asked = asked
         self.tables = {}  # cosines and sines of layers, by frequencies, head size and device
         named = attention_name(config) is not None
         if asked == "codes" and named and (found := self.obstacle):
@@ -120,10 +122,14 @@ class TurboQuantLayer(CacheLayerMixin):
     ):
         super().__init__()
         recipe = recipe.settled(frame)
-        self.clock, self.is_compileable, self.frame = clock, clock.fixed, frame
-        self.recipe, self.info, self.reader = recipe, info, reader or Reader()
-        self.index, self.sliding_window = info.index, info.sliding_window
-        self.max_length, self.backend, self.store = max_length, backend, None
+        self.recipe, self.frame = recipe, frame
+        self.clock, self.is_compileable = clock, clock.fixed
+        self.info, self.index = info, info.index
+        self.sliding_window = info.sliding_window
+        self.reader = reader or Reader()
+        self.max_length = max_length
+        self.backend = backend
+        self.store = None
         self.is_sliding = self.sliding_window is not None
         turns = recipe.key.centre.rotates
         self.inv_freq = info.inv_freq if turns else None  # of RoPE, for a pre-RoPE mean
@@ -162,7 +168,7 @@ class TurboQuantLayer(CacheLayerMixin):
 
     @property
     def length(self) -> int:
-        "The same as the host counts it, which waits for nothing."
+        "Tokens seen so far as the host counts them, which waits for nothing."
         return self.store.length if self.is_initialized else 0
 
     @property
@@ -291,13 +297,14 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def _append(self, key_states, value_states, first_chunk: bool, now: Pass):
         "Code a chunk of keys in the store's frame. Whatever goes wrong, it is as it was."
-        before, fresh, n = self.starts, not self.is_initialized, key_states.shape[2]
+        n, fresh = key_states.shape[2], not self.is_initialized
+        before = self.starts
         try:
             if fresh:
                 self.lazy_initialization(key_states, value_states)
             if first_chunk:
                 self._begin(len(key_states))
-            elif self.store.length + key_states.shape[2] > (self.store.max_length or math.inf):
+            elif self.store.length + n > (self.store.max_length or math.inf):
                 self.make_growing()  # it may grow again
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
@@ -305,8 +312,8 @@ class TurboQuantLayer(CacheLayerMixin):
             # flags of all layers are looked at together: of a first chunk when the pass ends,
             # of others in the next one
             wait = None if first_chunk and not now.hooked else False
-            how = self.backend, self.names, wait, True
-            coder = ops.append(self.store, key_states, value_states, *how)
+            how = dict(backend=self.backend, names=self.names, wait=wait, framed=True)
+            coder = ops.append(self.store, key_states, value_states, **how)
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
@@ -355,11 +362,9 @@ class TurboQuantLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         "Most tokens the layer holds; -1 if it grows."
-        return (
-            self.sliding_window
-            if self.is_sliding and not self.clock.fixed
-            else self.max_length or -1
-        )
+        if self.is_sliding and not self.clock.fixed:
+            return self.sliding_window
+        return self.max_length or -1
 
     get_max_cache_shape = get_max_length  # its name up to transformers 5.17
 

@@ -45,9 +45,8 @@ class Padding(NamedTuple):
     def of(cls, attention_mask: Tensor) -> "Padding":  # [B, T], 1 = real
         "At the price of waiting for the device once."
         real = attention_mask.bool()
-        start = real.shape[-1] - real.long().cummax(-1).values.sum(
-            -1
-        )  # a row may be all padding
+        # a row may be all padding
+        start = real.shape[-1] - real.long().cummax(-1).values.sum(-1)
         left = real == (torch.arange(real.shape[-1], device=real.device) >= start[:, None])
         *starts, left_only = torch.cat([start, left.all().long()[None]]).tolist()
         return cls(tuple(starts), bool(left_only))
@@ -100,8 +99,8 @@ class RowStarts:
 
 
 def repeated_starts(known: tuple | None, batch: int) -> tuple:
-    """Where each of `batch` rows begins, before the first token; None: no row is padded. Raises
-    ValueError for a number of rows that the known ones do not divide."""
+    """The position where each of `batch` rows begins, before the first token; known=None: no
+    row is padded. Raises ValueError for a number of rows that the known ones do not divide."""
     known = known or (0,)
     if batch % len(known):
         raise ValueError(
@@ -137,9 +136,8 @@ def check_size(batch: int, n: int, past: int = 0) -> None:
     fails."""
     if batch == 0 or n == 0:
         want = "at least one sequence and one token"
-        why = (
-            f". {_goes_on(past)}" if batch and past else ""
-        )  # `generate` cut off more than there is
+        # `generate` cut off more than there is
+        why = f". {_goes_on(past)}" if batch and past else ""
         raise ValueError(f"a pass must have {want}, got {batch} sequences of {n} tokens{why}")
 
 
