@@ -82,6 +82,9 @@ EXPERIMENTS = {
     "engine": Entry(
         "eval.engine", "a model in a real vLLM engine against TurboQuantCache", needs="vllm"
     ),
+    "protein_store": Entry(
+        "eval.protein_store", "ESM-2's states in the store of language models"
+    ),
     "architectures": Entry(
         "eval.architectures",
         "how each causal language model of transformers reads a coded cache",
