@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from plan import Plan
 
-from turboquant_nb import results
 from turboquant_nb.esm import TurboEsm, load_esm, tokens
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -29,7 +28,7 @@ FAMILIES = {
 
 def options(p):
     p.add_argument("--model", required=True)
-    p.add_argument("--bits", type=float, nargs="+", default=[2, 2.36, 2.5, 3, 3.36, 4])
+    p.add_argument("--bits", type=float, nargs="+", default=[2, 2.25, 2.375, 3, 3.5, 4])
 
 
 def decoded(model, code, letters):
