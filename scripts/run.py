@@ -82,9 +82,6 @@ EXPERIMENTS = {
     "engine": Entry(
         "eval.engine", "a model in a real vLLM engine against TurboQuantCache", needs="vllm"
     ),
-    "protein_store": Entry(
-        "eval.protein_store", "ESM-2's states in the store of language models"
-    ),
     "architectures": Entry(
         "eval.architectures",
         "how each causal language model of transformers reads a coded cache",
@@ -141,6 +138,7 @@ LAST = {
         "shapes": "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
         "archives": "what loaders make of files that were changed on purpose",
     },
+    "c045c7d7": {"protein_store": "ESM-2's states in the store of language models"},
     "c3184f0d": {"frames": "where a frame may come from: a prompt, a text, drawn ids"},
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
