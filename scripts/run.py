@@ -138,6 +138,7 @@ LAST = {
         "shapes": "a decode step of models of 2026 by shape: learnt sinks, wide heads, hybrids",
         "archives": "what loaders make of files that were changed on purpose",
     },
+    "c045c7d7": {"protein_store": "ESM-2's states in the store of language models"},
     "c3184f0d": {"frames": "where a frame may come from: a prompt, a text, drawn ids"},
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}

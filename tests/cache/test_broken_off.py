@@ -19,7 +19,7 @@ from turboquant_nb.cache.append import make_room
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
 from turboquant_nb.cache.decay import store_class
-from turboquant_nb.cache.store import KVStore, _crop_together, tail_with
+from turboquant_nb.cache.store import KVStore, crop_together, tail_with
 from turboquant_nb.kernels import append as kernel
 from turboquant_nb.kernels import decode, ops
 from turboquant_nb.quant.quantizer import Spec
@@ -140,7 +140,7 @@ def moved(one, **more):
 
 
 def together(stores):
-    assert _crop_together(stores, 2, [x.tail for x in stores]) is not None
+    assert crop_together(stores, 2, [x.tail for x in stores]) is not None
 
 
 def chosen(one):

@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache.clock import DeviceClock
 from turboquant_nb.hf import TurboQuantCache, edits
+from types import SimpleNamespace
+
 from turboquant_nb.hf.graphs import Tape
-from turboquant_nb.hf.runner import StepRunner, _settings
+from turboquant_nb.hf.runner import StepRunner, settings_digest
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
@@ -355,9 +357,9 @@ def test_all_layers_are_cropped_together_as_one_by_one(steps, how, monkeypatch):
     model = tiny("mistral" if how == "sliding" else "llama", num_hidden_layers=3)
     model.set_attn_implementation("turboquant")
     text = prompt(1, 300, padded=False)["input_ids"]
-    together, found = edits._crop_together, []
+    together, found = edits.crop_together, []
     notes = lambda *args: found.append(together(*args)) or found[-1]
-    monkeypatch.setattr(edits, "_crop_together", notes)
+    monkeypatch.setattr(edits, "crop_together", notes)
     recipe = Recipe(Spec(3), Spec(3), recent=6, sinks=3)
     more = {} if how in ("eager", "sliding", "graphs") else dict(max_length=300)
     more |= dict(static=how == "static", graphs=Tape if how in ("graphs", "limited") else False)
@@ -601,7 +603,7 @@ def test_a_step_is_captured_while_the_prompt_is_read(static, padded, monkeypatch
     model = tiny()
     more = dict(max_length=64, static=static)
     same_tokens(model, prompt(2, 20, padded=padded), pair(model, **more), max_new_tokens=6)
-    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, now: 1e9)
     early, capture = [], StepRunner._capture
 
     def noting(self, forward, captured, step):
@@ -630,7 +632,7 @@ def test_a_pass_with_drafts_is_captured_while_the_prompt_is_read(static, wrong, 
     are taken back leave the graph as it is."""
     model, text = copy.deepcopy(tiny()), prompt(1, 60, padded=False)["input_ids"]
     model.set_attn_implementation("turboquant")
-    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, now: 1e9)
     said, more = {}, dict(max_length=100, static=True) if static else {}
     for name, graphs in (("eager", False), ("first", Tape), ("second", Tape)):
         cache = TurboQuantCache(model, "k3v3", graphs=graphs, **more)
@@ -666,7 +668,7 @@ def test_no_step_is_captured_early_where_that_would_take_longer(monkeypatch):
         model(**prompt(2, 20), past_key_values=cache)
         assert cache.runner.captured == 0 and not cache.layers[0].store.clock.fixed
         other = pair(model)[1]
-        monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+        monkeypatch.setattr(StepRunner, "_device_needs", lambda self, now: 1e9)
         model(**prompt(3, 20), past_key_values=other)  # of three rows none was compared
         assert other.runner.captured == 0
 
@@ -676,7 +678,7 @@ def test_chunks_of_a_prompt_are_captured_early_once(chunk, tokens, captured, mon
     "In vain where a later chunk makes the store grow: then not again, but at the first step."
     model = tiny()
     same_tokens(model, prompt(2, 40, padded=False), pair(model), max_new_tokens=6)
-    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, took: 1e9)
+    monkeypatch.setattr(StepRunner, "_device_needs", lambda self, now: 1e9)
     inputs, caches = prompt(2, tokens, padded=False), pair(model)
     same_tokens(model, inputs, caches, max_new_tokens=6, prefill_chunk_size=chunk)
     assert (caches[1].runner.captured, caches[1].runner.replayed) == (captured, 5)
@@ -691,11 +693,12 @@ def test_what_a_device_needs_is_counted_by_layers(layers, done, took, needs):
             self.query = lambda: over
 
     cache = TurboQuantCache(tiny("llama", num_hidden_layers=layers), graphs=Tape)
-    assert cache.runner._device_needs(took) == 0  # nothing was read
-    cache._unseen = [(None, Event(i < done)) for i in range(layers)]
-    assert cache.runner._device_needs(took) == needs
-    cache._unseen.pop()
-    assert cache.runner._device_needs(took) == 0  # another way of coding: not known
+    now = SimpleNamespace(seconds=took, unseen=[])
+    assert cache.runner._device_needs(now) == 0  # nothing was read
+    now.unseen = [(None, Event(i < done)) for i in range(layers)]
+    assert cache.runner._device_needs(now) == needs
+    now.unseen.pop()
+    assert cache.runner._device_needs(now) == 0  # another way of coding: not known
 
 
 @torch.no_grad()
@@ -704,7 +707,7 @@ def test_what_a_graph_has_of_a_model_is_looked_at_in_each_call(monkeypatch):
     values of weights are not. Sixteen functions are called for a module at most (129 when
     parameters, buffers and modules were walked through one by one and attributes spelt out)."""
     model = copy.deepcopy(tiny())
-    mlp, norm, before = model.model.layers[1].mlp, model.model.norm, _settings(model)
+    mlp, norm, before = model.model.layers[1].mlp, model.model.norm, settings_digest(model)
     weights, rope = mlp.up_proj._parameters, model.model.rotary_emb._buffers
     own, new = weights["weight"], torch.nn.Parameter
     changes = [
@@ -723,23 +726,23 @@ def test_what_a_graph_has_of_a_model_is_looked_at_in_each_call(monkeypatch):
     for change in changes:
         with monkeypatch.context() as m:
             m.setitem(*change)
-            seen.append(_settings(model))
-        assert _settings(model) == before
+            seen.append(settings_digest(model))
+        assert settings_digest(model) == before
     for kind in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", kind):
-            seen.append(_settings(model))
+            seen.append(settings_digest(model))
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    seen.append(_settings(model))
+    seen.append(settings_digest(model))
     torch.set_float32_matmul_precision(precision)
     assert [seen.index(x) for x in seen] == [*range(len(seen))]
     mlp.active = ["one"]
-    held = _settings(model)
+    held = settings_digest(model)
     mlp.active.append("two")
-    assert _settings(model) != held
+    assert settings_digest(model) != held
     del mlp.active
     own.add_(1)
-    assert _settings(model) == before
+    assert settings_digest(model) == before
     model.model.loop = model.model.layers  # a module in two places
-    assert isinstance(_settings(model), int)
-    assert host_calls(lambda: _settings(model)) <= 16 * len([*model.modules()])
+    assert isinstance(settings_digest(model), int)
+    assert host_calls(lambda: settings_digest(model)) <= 16 * len([*model.modules()])

@@ -400,7 +400,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
 
     with torch.no_grad():
         want, good = read(twin), weight[0, 0].clone()
-        assert not twin._unseen
+        assert twin.running is None
         weight[0, 0] = bad
         with pytest.raises(ValueError, match="layer 1: keys .*; the cache is empty again"):
             read(cache)

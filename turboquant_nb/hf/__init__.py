@@ -10,12 +10,18 @@ __all__ = ['MARGIN', 'NAME', 'CodedStates', 'ModelInfo', 'Report', 'TurboQuantCa
 # %% ../../nbs/56_hf.ipynb #228b9a2d
 from .model_info import ModelInfo, plan_layers, layer_frequencies
 from .cache import TurboQuantCache
-from .layer import MARGIN, NAME, CodedStates, TurboQuantLayer
-from .attention import exact_attention, turboquant_attention, turboquant_mask
+from .layer import MARGIN, TurboQuantLayer
+from turboquant_nb.hf.attention import (
+    NAME,
+    CodedStates,
+    exact_attention,
+    turboquant_attention,
+    turboquant_mask,
+)
 from .default import Default, disable, enable
 from .compiled import CompiledSteps, compile_steps
 from .report import Report
-from . import archive, edits, graphs, latents, runner
+from . import archive, edits
 
 _all_ = [
     "MARGIN",

@@ -18,8 +18,8 @@ from .layer import TurboQuantLayer
 from .frame import came_from
 from turboquant_nb.hf.model_info import (
     ModelInfo,
-    _recipes_from_json,
-    _recipes_to_json,
+    recipes_from_json,
+    recipes_to_json,
     check_weights,
     left_behind,
 )
@@ -41,12 +41,11 @@ def _facts(info: ModelInfo) -> dict:
 
 def _recurrent(layer, index: int) -> dict:  # {name: tensor}
     "Recurrent states of a layer, where it has any."
-    kinds = (
-        ("conv_states", "recurrent_states") if isinstance(layer, LinearAttentionLayer) else ()
-    )
+    if not isinstance(layer, LinearAttentionLayer):
+        return {}
     return {
         f"layer {index}.{kind}.{i}": x
-        for kind in kinds
+        for kind in ("conv_states", "recurrent_states")
         for i, x in getattr(layer, kind).items()
         if x is not None
     }
@@ -68,12 +67,12 @@ def save(self: TurboQuantCache, path, more: dict | None = None) -> None:
         tensors |= {f"{i}.{name}": x for name, x in own.items()}
         stores.append(header)
     about = {"model_type": self.config.model_type, "facts": _facts(self.info), "stores": stores}
-    about |= {"recipe": _recipes_to_json(self.recipes), "layers": len(self.layers)}
+    about |= {"recipe": recipes_to_json(self.recipes), "layers": len(self.layers)}
     about["frame"] = came_from(self.frame)
     about["static"] = any(x.clock.fixed for x in self.coded_layers)
     if whose := self.weights:
         about["weights"] = whose
-    if kept := [vars(m)[name] for m, name in left_behind(self._model())]:
+    if kept := [vars(m)[name] for m, name in left_behind(self.model)]:
         about["outside"] = [x.tolist() if isinstance(x, torch.Tensor) else x for x in kept]
     write_file(path, tensors, about | (more or {}), FORMAT)
 
@@ -107,11 +106,11 @@ def _put_back(outside: list, model, path) -> None:
 def _check_whose(header: Saved, cache: TurboQuantCache, path) -> None:
     """Raise ValueError for states of other weights than the model's; of a config the model that
     runs first is compared."""
-    model = cache._model()
+    model = cache.model
     if "weights" in header:
-        cache._weights = Saved.of(header["weights"], "weights")
+        cache.held_weights = Saved.of(header["weights"], "weights")
         if model is not None:
-            check_weights(cache._weights, model, path)
+            check_weights(cache.held_weights, model, path)
     elif model is not None:
         raise ValueError(
             f"{path} does not say whose weights its states are of: it is older, or was saved "
@@ -185,11 +184,8 @@ def from_states(
     """A cache of what a file holds. With `max_length` there is room for so many tokens, by the
     clock that the cache had; without it for those held, and the cache grows. Raises ValueError
     for another model's, called by `path`."""
-    info, header, tensors = (
-        ModelInfo(model_or_config),
-        Saved.of(header, "header"),
-        Saved(tensors),
-    )
+    info = ModelInfo(model_or_config)
+    header, tensors = Saved.of(header, "header"), Saved(tensors)
     if device is None:
         device = getattr(model_or_config, "device", "cpu")  # of a configuration: none
     have = f"a {header['model_type']} with {header['layers']} layers"
@@ -200,7 +196,8 @@ def from_states(
     if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts[n] != x]:
         raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
     static = header.a("static", bool) and max_length is not None
-    clock, recipes = DeviceClock if static else HostClock, _recipes_from_json(header["recipe"])
+    clock = DeviceClock if static else HostClock
+    recipes = recipes_from_json(header["recipe"])
     states = header.a("stores", list, dict)
     if len(states) != len(info.coded):
         raise ValueError(
@@ -235,7 +232,7 @@ def from_states(
                 "other frequencies"
             )
         _go_on(layer, store)
-    _put_back(Saved({"outside": []} | header).a("outside", list), cache._model(), path)
+    _put_back(Saved({"outside": []} | header).a("outside", list), cache.model, path)
     return cache
 
 

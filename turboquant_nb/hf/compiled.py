@@ -110,7 +110,9 @@ class StepPart:
     "Stands in the place of what is compiled: a part's `forward`, or the function of RoPE."
 
     def __init__(self, own, name: str, tokens: int, steps: "CompiledSteps", options: dict):
-        self.own, self.name, self.tokens, self.steps = own, name, tokens, steps
+        self.own, self.name = own, name
+        self.tokens = tokens
+        self.steps = steps
         options = dict(dynamic=False, fullgraph=True) | options
         self.compiled = torch.compile(own, **options)
 
@@ -351,7 +353,9 @@ class StepChoice:
 
     def __init__(self):
         self.replayed = Counter()  # size, (sequences, tokens of each) -> steps
-        self.steps, self.settings, self.why, self.sizes = None, None, "", set()
+        self.steps = self.settings = None  # what is compiled, for which settings of the model
+        self.why = ""  # nothing is
+        self.sizes = set()  # that run compiled
 
     def __reduce__(self):  # a copy or a pickle of the model begins anew
         return dict, ()

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from .. import checks
-from ..cache.store import _crop_together, rearrange
-from .cache import _Flags, TurboQuantCache
+from ..cache.store import crop_together, rearrange
+from .cache import Flags, TurboQuantCache
 from .layer import MARGIN, TurboQuantLayer
 
 # %% ../../nbs/51b_edits.ipynb #bef88f44
@@ -32,14 +32,10 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     if self.clock.fixed:
         self.tail = self.store.crop(n, self.tail)
         return
-    if (
-        self.drafting and self.store.clock.fixed
-    ):  # passes with drafts are replayed, so no tensor may move; the host knows the length
-        self.store.clock.known = True
-        try:
+    # passes with drafts are replayed, so no tensor may move; the host knows the length
+    if self.drafting and self.store.clock.fixed:
+        with self.knowing(self.store.length):
             self.tail = self.store.crop(n, self.tail)
-        finally:
-            self.store.clock.known = False
         return
     self.make_growing()
     if not self.drafting:
@@ -61,11 +57,10 @@ def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
     if not every or not all(ready(x) and (x.clock.fixed or grows(x)) for x in layers):
         return False
     if cache.static:
-        cache._count()
+        lengths = cache.counted()
         for x in layers:
-            x.store.length = cache._lengths[x.index]
-        cache._lengths = {}
-    left = _crop_together([x.store for x in layers], tokens, [x.tail for x in layers])
+            x.store.length = lengths[x.index]
+    left = crop_together([x.store for x in layers], tokens, [x.tail for x in layers])
     for x, tail in zip(layers, left or ()):
         x.tail = tail
     return left is not None
@@ -85,7 +80,7 @@ TurboQuantCache.crop = _crop_layers
 def recover(self: TurboQuantCache) -> int:  # tokens held
     """After a forward pass that was broken off (out of memory, an interrupt): forget what only
     some layers have taken. Raises ValueError where a recurrent state may have taken it."""
-    self.__dict__.pop("_owner", None)
+    self.end_pass()
     held = min(x.held for x in self.coded_layers)
     if not held:
         self.reset()
@@ -201,8 +196,8 @@ def __deepcopy__(self: TurboQuantCache, memo):
             shared.append(layer.store.rope_table)
     memo |= {id(x): x for x in shared}
     new = memo[id(self)] = object.__new__(type(self))
-    new.__dict__ = copy.deepcopy(self.__dict__ | {"_flags": _Flags()}, memo)
-    new.__dict__.pop("_owner", None)
+    vars(new).update(copy.deepcopy(vars(self) | {"flags": Flags(), "running": None}, memo))
+    new.end_pass()
     return new
 
 

@@ -135,7 +135,7 @@ def drawn_ids(model, length: int | None = None) -> Tensor:  # [4, tokens]
 
 # %% ../../nbs/50g_frame.ipynb #50a0000a
 def rope_frequencies(info: ModelInfo) -> list:
-    "Of each layer: [r/2] frequencies of RoPE, or None."
+    "The frequencies of RoPE [r/2] of each layer, or None."
     known = [x.inv_freq for x in info.layers]
     return [None if x is None else torch.tensor(x, dtype=torch.float32) for x in known]
 
@@ -158,8 +158,8 @@ class _Sums:
         return own(module, query, *args, **kwargs)
 
     def frames(self) -> list:
-        """Of what was seen: that of each coded layer, empty where there were no keys. Raises
-        ValueError where there were none at all."""
+        """The frame of each coded layer, of what was seen; empty where there were no keys.
+        Raises ValueError where there were none at all."""
         seen = {i: x for i, x in self.layers.items() if x.tokens}
         if self.layers and not seen:
             raise ValueError("its layers gave the cache no keys")
@@ -181,7 +181,7 @@ def _at_rest(model: nn.Module):
 
 
 def _name_of(model) -> str:
-    "As its config says it; of a folder the last part."
+    "The name of a model as its config says it; of a folder the last part."
     name = str(getattr(model.config, "_name_or_path", "") or "")
     return Path(name).name if os.path.exists(name) else name
 
@@ -279,8 +279,8 @@ def find_frame(
 
 
 def _ids_for(model, tokenizer) -> tuple:  # (ids, of what they are)
-    """Of the text, by the tokenizer that is given, or by one on this machine that fits; else
-    drawn. Raises ValueError as `text_ids` for the one that is given."""
+    """Ids of the text, by the tokenizer that is given or by one on this machine that fits; else
+    drawn ones. Raises ValueError as `text_ids` for the one that is given."""
     if tokenizer is not None:
         return text_ids(model, tokenizer), TEXT
     if (own := _tokenizer_of(model)) is not None:
@@ -290,7 +290,7 @@ def _ids_for(model, tokenizer) -> tuple:  # (ids, of what they are)
 
 
 def _found(model, info: ModelInfo, ids: Tensor, skip: int, said: str) -> Calibration:
-    "By one pass. Raises ValueError for a model that does not read ids."
+    "The frame of a model by one pass. Raises ValueError for one that does not read ids."
     sums = _Sums(info, skip)
     try:
         with torch.inference_mode(False), torch.no_grad():

@@ -18,7 +18,7 @@ from ..cache.append import make_room
 from ..cache.clock import CAPTURE, DeviceClock, flags_of
 from ..cache.exact import _plain
 from ..cache.store import KVStore
-from .layer import CodedStates, TurboQuantLayer
+from .attention import CodedStates
 from ..kernels import ops
 from ..kernels.encode_launch import prepare
 
@@ -32,7 +32,7 @@ class CapturedSteps:
         self.tail = None  # where the step that was captured last leaves exact states
         self.rings = None  # of all layers while a runner captures: slots of a ring, by its size
 
-    def settle(self, layer: TurboQuantLayer, key_states: Tensor) -> None:
+    def settle(self, layer, key_states: Tensor) -> None:
         "Choose what codes and what attends, by the shape of a chunk."
         b, h, _, d = key_states.shape
         d += layer.store.value.q.d if layer.latent else 0
@@ -53,7 +53,7 @@ class CapturedSteps:
         out = [] if coding.backend == "triton" or own else [coding]
         return out + ([] if ops.BACKENDS[attention.backend].recorded else [attention])
 
-    def hold_still(self, layer: TurboQuantLayer) -> None:
+    def hold_still(self, layer) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."
         if not layer.store.clock.fixed:
             layer.store = counted_by_device(layer.store, layer.max_length)
@@ -69,7 +69,7 @@ class CapturedSteps:
         both = zip(store.parts, states)
         return tuple(torch.cat([p.exact.recent[:, :, rings[recent]], x], 2) for p, x in both)
 
-    def append(self, layer: TurboQuantLayer, key_states: Tensor, value_states: Tensor) -> tuple:
+    def append(self, layer, key_states: Tensor, value_states: Tensor) -> tuple:
         """`update` in a captured step. Raises ValueError where the model does not attend on
         codes."""
         states, n = (key_states, value_states), key_states.shape[2]
@@ -86,16 +86,11 @@ class CapturedSteps:
     def attend(self, call: Call) -> Answer:
         "By the settled backend, by PyTorch for what it was not asked about."
         if call.mask is not None:  # a model that is compiled makes it without our padding
-            places, start = (
-                torch.arange(call.mask.shape[3], device=call.q.device),
-                call.store.start,
-            )
-            call = call._replace(mask=call.mask & (places >= start[:, None, None, None]))
+            places = torch.arange(call.mask.shape[3], device=call.q.device)
+            real = places >= call.store.start[:, None, None, None]
+            call = call._replace(mask=call.mask & real)
         few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
         return ops.serve(call, self.backends["attention"].backend if few else "torch")
-
-
-TurboQuantLayer.make_captured = CapturedSteps
 
 # %% ../../nbs/53_graphs.ipynb #024f6c1b
 # device -> the stream on which graphs are captured: one, since each has a workspace of its own
@@ -181,9 +176,8 @@ class Tape(TorchDispatchMode):
             x.copy_(now(x))
 
 # %% ../../nbs/53_graphs.ipynb #e7df7699
-_ROOM = (
-    512  # tokens that a store can take at least, when it is made static without a max_length
-)
+# tokens that a store can take at least, when it is made static without a max_length
+_ROOM = 512
 
 
 @_plain

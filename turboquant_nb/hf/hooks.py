@@ -365,7 +365,8 @@ class Detour:
     `way(model, forward, args, kwargs)`."""
 
     def __init__(self, model: nn.Module, way: Callable):
-        self.model, self.way, self.users = weakref.ref(model), way, 0
+        self.model, self.way = weakref.ref(model), way
+        self.users = 0
         self.before = model.__dict__.get("forward")
         self.__signature__ = inspect.signature(model.forward)
         self.__name__, self.__doc__ = "forward", model.forward.__doc__

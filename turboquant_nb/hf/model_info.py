@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXPAND', 'LayerFrequencies', 'layer_frequencies', 'Reading', 'ModelInfo', 'adapters_of', 'weights_of',
-           'check_weights', 'left_behind', 'plan_layers']
+           'check_weights', 'left_behind', 'plan_layers', 'recipes_to_json', 'recipes_from_json']
 
 # %% ../../nbs/50_model_info.ipynb #336d9716
 import ast
@@ -124,13 +124,8 @@ def _has_axes(rotary, kind) -> bool:
     more = () if hasattr(rotary, "inv_freq") else (kind,)
     try:
         cos, _ = rotary(torch.zeros(1, 1, 4, 8), torch.arange(4).expand(3, 1, 4), *more)
-    except (
-        RuntimeError,
-        TypeError,
-        ValueError,
-        IndexError,
-        KeyError,
-    ):  # [B, T] only; no RoPE in such layers
+    # it takes [B, T] only, or has no RoPE in such layers
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError):
         return False
     return cos.ndim == 3 and cos.shape[0] == 1  # of three positions it makes one angle
 
@@ -588,13 +583,15 @@ def plan_layers(
     return recipes
 
 
-def _recipes_to_json(recipes: list) -> str | list:
+def recipes_to_json(
+    recipes: list,  # a Recipe for each layer with keys
+) -> str | list:
     "The JSON of the recipe that all layers share, or a list with that of each layer."
     texts = [r.to_json() for r in recipes]
     return texts[0] if len(set(texts)) == 1 else texts
 
 
-def _recipes_from_json(saved: str | list) -> Recipe | list:
-    "What a cache takes, from what `_recipes_to_json` gave."
+def recipes_from_json(saved: str | list) -> Recipe | list:
+    "What a cache takes, from what `recipes_to_json` gave."
     load = Recipe.from_json
     return [load(x) for x in saved] if isinstance(saved, list) else load(saved)

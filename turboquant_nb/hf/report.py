@@ -9,7 +9,7 @@ __all__ = ['Report', 'report_of']
 from collections import Counter
 
 from ..cache.store import bytes_by_kind, tables_of
-from .model_info import _recipes_to_json
+from .model_info import recipes_to_json
 
 # %% ../../nbs/50d_report.ipynb #008dd632
 class Report(dict):
@@ -42,11 +42,9 @@ class Report(dict):
                 f"{self['ratio_fp16']:.2f}x smaller than fp16, {self['ratio_fp32']:.2f}x "
                 "smaller than fp32"
             )
-        later = (
-            ""
-            if self["pays_from"] is None
-            else f"; from about {self['pays_from']:,} tokens on it is smaller"
-        )
+        later = ""
+        if self["pays_from"] is not None:
+            later = f"; from about {self['pays_from']:,} tokens on it is smaller"
         return (
             f"{1 / self['ratio_fp16']:.2f}x larger than fp16: codes take whole tiles of "
             f"{self['tile']} tokens, beside the exact ones{later}"
@@ -58,15 +56,15 @@ def _pays_from(layers: list, parts: dict, values: int) -> int | None:
     never does, or forgets tokens."""
     if not values or any(x.is_sliding for x in layers):
         return None
-    store, coded = layers[0].store, ("planes", "scale", "signs", "residual_norm")
-    room = sum(run.capacity for run in store.runs) / store.tile
-    each = sum(parts.get(x, 0) for x in coded) / room
-    fixed, dense = (sum(parts.values()) - each * room, 2 * values / layers[0].held)
+    store = layers[0].store
+    coded = sum(parts.get(x, 0) for x in ("planes", "scale", "signs", "residual_norm"))
+    each = coded * store.tile / sum(run.capacity for run in store.runs)
+    fixed = sum(parts.values()) - coded
+    dense = 2 * values / layers[0].held
     if each >= dense * store.tile:
         return None
-    tiles = 1 + int(
-        fixed / (dense * store.tile - each)
-    )  # so many, filled, are smaller; perhaps already the last in part
+    # so many tiles, filled, are smaller; perhaps already the last in part
+    tiles = 1 + int(fixed / (dense * store.tile - each))
     return max((tiles - 1) * store.tile, int((fixed + tiles * each) / dense)) + 1
 
 
@@ -127,5 +125,5 @@ def report_of(
         captured_by=_captured_by(layers),
         graphs=cache.runner.report(),
         frame=frame,
-        recipe=_recipes_to_json(cache.recipes),
+        recipe=recipes_to_json(cache.recipes),
     )
