@@ -96,11 +96,9 @@ def within_z(
 ) -> float:  # the signed distance (sample mean - mean) / (sd / sqrt(n))
     """Two-sided z-test of a sample mean; prints one line. AssertionError when |distance| > z or
     not a number; ValueError for an empty sample or a bad sd."""
-    x, mean, sd = (
-        torch.as_tensor(sample).detach().to("cpu", torch.float64),
-        float(mean),
-        float(sd),
-    )
+    x = torch.as_tensor(sample).detach().to("cpu", torch.float64)
+    mean = float(mean)
+    sd = float(sd)
     if x.numel() == 0:
         raise ValueError("sample must hold at least one draw, got an empty tensor")
     if not math.isfinite(mean):

@@ -188,7 +188,8 @@ class _Query:
 
 
 def _query(call: Call) -> _Query:
-    store, (b, heads, n, d) = call.store, call.q.shape
+    store = call.store
+    b, heads, n, d = call.q.shape
     scaling = d**-0.5 if call.rule.scaling is None else call.rule.scaling
     plain = call.q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
     parts = [getattr(store, side) for side in call.rule.key_sides]
@@ -232,7 +233,8 @@ class Blocks:
     def vectors(self, store: KVStore, side: str, first: int, last: int) -> tuple:
         """Coded vectors of positions [first, last): (levels [.., T, d], scales [.., T]) or, of
         a code that keeps more than symbols, (whole vectors, None)."""
-        coded, code = store.coded(side, first, last), getattr(store, side).q.code
+        coded = store.coded(side, first, last)
+        code = getattr(store, side).q.code
         if code.extras:
             return code.decode(coded), None
         return code.levels(coded.codes), coded.scale.float()
@@ -259,7 +261,8 @@ class _Sight:
     @property
     def begin(self) -> int:
         "The first position that any row may see, as far as the host knows."
-        window, store = self.rule.sliding_window, self.store
+        window = self.rule.sliding_window
+        store = self.store
         if window is None or self.mask is not None or store.clock.by_device:
             return self.first
         return max(self.first, store.length - self.tokens - window + 1)
@@ -296,7 +299,8 @@ class _Sight:
         """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T],
         or with `recent` for each [B, 1, g*n, T]."""
         store, n, past = self.store, self.tokens, self.past
-        since, sinks = store.clock.exact_from(store), store.recipe.sinks
+        since = store.clock.exact_from(store)
+        sinks = store.recipe.sinks
         if self.recent is None:
             return store.ranges.is_exact(positions, sinks, since)
         since = torch.minimum(since, past) if store.clock.by_device else min(since, past)
@@ -308,7 +312,8 @@ class _Sight:
 def _coded_blocks(sight: _Sight, blocks: Blocks, size: int, end: int):
     """Coded tokens below `end`, so many at a time: (positions [B|1, T], what `blocks` read of
     each side, angles [B, 1, T, r] of these positions where a mean rotates, else None)."""
-    store, sides = sight.store, ("key", "value")
+    store = sight.store
+    sides = "key", "value"
     rotates = store.key.q.centre.rotates
     for lo in range(sight.begin, end, size):
         hi = min(lo + size, end)
@@ -362,7 +367,8 @@ def _add_exact(soft, query, sight, k, v, positions, before=math.inf):
 
 def _finish(soft: _Softmax, call: Call) -> Answer:
     "Un-rotate the coded part once, divide."
-    q, value = call.q, getattr(call.store, call.rule.value_side)
+    q = call.q
+    value = getattr(call.store, call.rule.value_side)
     out = value.q.rotation.inverse(soft.coded) + soft.exact
     out = torch.where(soft.total == 0, 0.0, out / soft.total)  # NaN in q stays NaN
     lse = soft.top + soft.total.log()
@@ -375,11 +381,9 @@ def check_call(call: Call, block: int | None = None) -> None:
     rule, store, q, k, v, _, first, recent, *_ = call
     first = store.offset if first is None else first
     checks.floats(q, "q")
-    (b, h), (dk, dv), length = (
-        (store.batch, store.heads),
-        rule.sizes(store),
-        store.clock.bound(store),
-    )
+    b, h = store.batch, store.heads
+    dk, dv = rule.sizes(store)
+    length = store.clock.bound(store)
     if q.ndim != 4 or q.shape[0] != b or q.shape[1] % h or q.shape[3] != dk:
         raise ValueError(
             f"q must have shape [{b}, a multiple of {h}, n, {dk}], got {list(q.shape)}"
@@ -419,7 +423,8 @@ def check_call(call: Call, block: int | None = None) -> None:
 
 def _other_columns(x, q, store, first, rows) -> str:
     "The shape that a mask or a bias must have; empty where it has it."
-    (b, h, *_), width = q.shape, store.clock.bound(store) - first
+    b, h, *_ = q.shape
+    width = store.clock.bound(store) - first
     fits = x.ndim == 4 and x.shape[0] in (1, b) and x.shape[1] in (1, h)
     if fits and x.shape[2] in rows and x.shape[3] == width:
         return ""
@@ -446,14 +451,17 @@ class Reference(Backend):
         if not store.clock.by_device:
             store.clock.learn(store)
         check_call(call, self.block)
-        query, n = _query(call), q.shape[2]
-        first, past = store.offset if first is None else first, store.clock.now(store)
+        query = _query(call)
+        n = q.shape[2]
+        first = store.offset if first is None else first
+        past = store.clock.now(store)
         past = past if k is None else past - k.shape[2]
         groups = q.shape[1] // store.heads
         sight = _Sight(store, rule, n, groups, mask, first, past, recent, bias)
         soft = _Softmax(query.plain.shape[:3], q.device, rule.sizes(store)[1])
         _add_coded(soft, query, sight, self.blocks, self.block_of(store))
-        exact, positions = {}, None
+        exact = {}
+        positions = None
         for side in ("key", "value"):
             exact[side], positions = store.exact(side)
         if positions.shape[1]:
@@ -491,7 +499,8 @@ def dense_attention(
     **rule,  # sliding_window, softcap, causal of `Rule`; query i is token T-n+i
 ) -> tuple:  # (output in q's dtype, log-sum-exp fp32)
     "Attention on dense keys and values in fp32: the oracle for every other path."
-    (_, heads, n, d), rule = q.shape, Rule(**rule)
+    _, heads, n, d = q.shape
+    rule = Rule(**rule)
     scaling = d**-0.5 if scaling is None else scaling
     k, v = (x.float().repeat_interleave(heads // k.shape[1], 1) for x in (k, v))
     outs, lses = [], []

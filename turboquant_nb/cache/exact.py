@@ -102,7 +102,8 @@ class ExactTokens:
         unpadded: bool = False,  # is every start known to be 0?
     ) -> _NewExact:
         "What `put` takes to hold new tokens; nothing changes yet."
-        n, recent = x.shape[2], self.recent.shape[2]
+        n = x.shape[2]
+        recent = self.recent.shape[2]
         last = min(n, recent)
         slots = ring_slots((first + n - last) % max(recent, 1), last, recent, x.device)
         if not sinks:
@@ -124,7 +125,8 @@ class ExactTokens:
 
     def states(self, length) -> Tensor:
         "[B, H, S+W, d]: the sinks, then the last W of `length` tokens."
-        slots, recent = self.slots(length), self.recent.shape[2]
+        slots = self.slots(length)
+        recent = self.recent.shape[2]
         recent = self.recent[:, :, slots % recent if recent else slots]
         return torch.cat([self.sinks, recent], 2)
 

@@ -68,7 +68,8 @@ class Layout:
 def _plane_codes(codes: Tensor, layout: Layout) -> list:
     """One tensor of pairs of bits (0-3) per plane: [..., d] for the base plane, [...,
     ceil(d/2)] for a bit plane."""
-    out, left = [], layout.bits
+    out = []
+    left = layout.bits
     for width in WIDTHS[layout.bits]:
         left -= width
         part = (codes >> left) & (2**width - 1)
@@ -82,7 +83,8 @@ def _plane_codes(codes: Tensor, layout: Layout) -> list:
 
 def _codes(parts: list, layout: Layout) -> Tensor:
     "The inverse of `_plane_codes`."
-    code, d = None, layout.d
+    code = None
+    d = layout.d
     for width, part in zip(WIDTHS[layout.bits], parts):
         if width == 1:
             part = torch.cat([part & 1, part >> 1], dim=-1)[..., :d]
@@ -183,7 +185,8 @@ def write(
 
 def _write(planes, layout, codes, first):
     "`write` without checks: they read every code once more and, on a GPU, wait for the answer."
-    n, i = codes.shape[-2], 0
+    n = codes.shape[-2]
+    i = 0
     while i < n:
         tile, r = divmod(first + i, layout.tile)
         if r == 0 and n - i >= layout.tile:

@@ -59,8 +59,10 @@ class _MomentsObserver:
         """Add the states [B, Hq, n, d] and [B, H, n, d] of whole windows; keys and values go on
         as they are."""
         _, query, key, value, *_ = call
-        layer, (b, h, n, d) = call.module.layer_idx, key.shape
-        x, frame = key.float(), self.frames.get(layer)
+        layer = call.module.layer_idx
+        b, h, n, d = key.shape
+        x = key.float()
+        frame = self.frames.get(layer)
         if frame is not None:
             x = x - frame_center(frame, self.inv_freqs[layer], n, x.device)
         q = query.float().reshape(b, h, -1, n, d)
@@ -90,8 +92,10 @@ def observing(
 def _check_shown(decoder, info: ModelInfo, id: Tensor) -> None:
     """Raise ValueError unless the layers show attention the keys that they cache, by a pass of
     one token."""
-    coded, config = [x.index for x in info.coded], info.config
-    cache, seen = DynamicCache(config=config), Moments()
+    coded = [x.index for x in info.coded]
+    config = info.config
+    cache = DynamicCache(config=config)
+    seen = Moments()
     observer = _MomentsObserver(seen, {}, [None] * len(info.layers), 0)
     with hooked(observing(decoder, observer.observe)):
         decoder(id, past_key_values=cache)
@@ -99,7 +103,8 @@ def _check_shown(decoder, info: ModelInfo, id: Tensor) -> None:
         got = f"layers {seen.layers('key')} of {coded}"
         raise ValueError(f"{config.model_type} does not show its keys: the pass saw {got}")
     for i in coded:
-        (_, h, _, d), shown = cache.layers[i].keys.shape, list(seen.second["key", i].shape[:2])
+        _, h, _, d = cache.layers[i].keys.shape
+        shown = list(seen.second["key", i].shape[:2])
         if [h, d] != shown:
             what = f"{h} x {d} a token in layer {i} and attends to {shown[0]} x {shown[1]}"
             raise ValueError(f"{config.model_type} caches {what}: transforms cannot serve it")
@@ -110,7 +115,8 @@ def observed(model, ids: Tensor, observer):  # gives the ids where the model rea
     """While this lasts, attention hands each of its calls to `observer.observe` and goes on
     with the key and value that come back. Raises ValueError for a model that does not show what
     it caches."""
-    info, decoder = ModelInfo(model), model.get_decoder()
+    info = ModelInfo(model)
+    decoder = model.get_decoder()
     device = model.get_input_embeddings().weight.device
     # accelerate streams weights in that are "meta"; what else the model has, such as eyes,
     # keeps
@@ -134,7 +140,8 @@ def collect(
     for a model whose keys are not served, and for one that does not call the attention
     interface."""
     check_ids(ids, skip, batch)
-    info, moments = ModelInfo(model), Moments()
+    info = ModelInfo(model)
+    moments = Moments()
     inv_freqs = rope_frequencies(info)
     coded = [x.index for x in info.coded]
     frames = {} if frame is None else dict(zip(coded, frame.frames))

@@ -28,9 +28,12 @@ from turboquant_nb.cli.inputs import (
 from .output import Output, hushed, target_file, writing
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #0cc6e18f
-torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
+torch = lazy("torch")
+transformers = lazy("transformers")
+hf = lazy("turboquant_nb.hf")
 checks = lazy("turboquant_nb.checks")
-files, archive = lazy("turboquant_nb.files"), lazy("turboquant_nb.hf.archive")
+files = lazy("turboquant_nb.files")
+archive = lazy("turboquant_nb.hf.archive")
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #af329ff9
 _MARK = "\ue000answer\ue000"  # in place of an answer; from a block of Unicode that no text uses
@@ -103,7 +106,8 @@ class Conversation:
         """Say something and get the answer. Raises Usage for a message without tokens or
         without room for an answer."""
         new = self.new_tokens(text)
-        ids, seen = self.ids + new, Seen(streamer)
+        ids = self.ids + new
+        seen = Seen(streamer)
         limit = min(limit, context_length(self.model) - len(ids))
         if not new:
             raise Usage("the message has no tokens")
@@ -173,7 +177,8 @@ def load_conversation(talk: Conversation, path) -> None:
     tensors, header = archive.read_states(path)
     if not header.get("conversation"):
         raise ValueError(f"{path} holds a cache without a conversation")
-    about, model = files.Saved.of(header["conversation"], "conversation"), talk.model
+    about = files.Saved.of(header["conversation"], "conversation")
+    model = talk.model
     for m in about.a("messages", list, dict):
         for name in ("role", "content"):
             files.Saved(m).a(name, str)
@@ -290,7 +295,8 @@ class _Session:
 
     def answer(self, text: str) -> dict:
         "One turn, streamed, with its status."
-        streamer, before = _Streamer(self), len(self.talk.messages)
+        streamer = _Streamer(self)
+        before = len(self.talk.messages)
         try:
             limit = self.how.length.max_new_tokens
             said = self.talk.turn(text, limit, streamer, self.how)
@@ -309,7 +315,9 @@ class _Streamer:
     "Text to standard output as it comes, the status beside it, and the clock."
 
     def __init__(self, session: _Session):
-        self.session, self.count, self.prompt = session, 0, True
+        self.session = session
+        self.count = 0
+        self.prompt = True
         self.began = self.last = 0.0
         self.text = None
         if not session.output.json:

@@ -28,7 +28,9 @@ from turboquant_nb.cli.inputs import (
 from .output import Output, hushed, layer_progress
 
 # %% ../../nbs/reference/87d_cli_generate.ipynb #e98a1200
-torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
+torch = lazy("torch")
+transformers = lazy("transformers")
+hf = lazy("turboquant_nb.hf")
 
 # %% ../../nbs/reference/87d_cli_generate.ipynb #5393dd07
 @options("Length of the answer")
@@ -117,7 +119,9 @@ class Seen:
     "A streamer that notes tokens on their way to another."
 
     def __init__(self, streamer):
-        self.streamer, self.tokens, self.prompt = streamer, [], True
+        self.streamer = streamer
+        self.tokens = []
+        self.prompt = True
 
     def put(self, value):
         "The prompt first, then one token after another."
@@ -142,7 +146,8 @@ def generated(
     streamer=None,  # transformers' kind: `put` and `end`
 ) -> list:  # of tokens
     "The answer of transformers' generate."
-    sampling, pad = writing.sampling, model.generation_config.pad_token_id
+    sampling = writing.sampling
+    pad = model.generation_config.pad_token_id
     with torch.random.fork_rng() if sampling.sample else nullcontext():
         if sampling.sample:
             torch.random.manual_seed(sampling.seed or 0)
@@ -205,14 +210,17 @@ def generate(
     """Generate text on a compressed cache.
 
     The text goes to standard output, the cache report to standard error."""
-    text, asked = read_prompt(prompt), cache.asked()
+    text = read_prompt(prompt)
+    asked = cache.asked()
     loaded = opened(source, [asked], output, offloading)
     model, tokenizer = loaded.model, loaded.tokenizer
     text_of = lambda x: tokenizer.decode(x, skip_special_tokens=True)
-    plain, found = source.beside(model), {}
+    plain = source.beside(model)
+    found = {}
     with hushed():
         ids = tokens_of(tokenizer, text, prompt.chat).to(model.device)
-        n, limit = ids.shape[1], _room(writing.length, model, ids.shape[1], output)
+        n = ids.shape[1]
+        limit = _room(writing.length, model, ids.shape[1], output)
         source.switch(model)
         coded = writing.length.new_cache(model, asked, source.reads)()
         begin = time.monotonic()
@@ -248,7 +256,9 @@ def generate(
 def _streamed(writing, loaded, ids, cache, limit: int, output: Output) -> tuple:
     """(tokens of the answer, whether Ctrl-C ended it); its text goes to standard output on the
     way, unless JSON is wanted."""
-    model, label, read = loaded.model, f"reading {ids.shape[1]:,} tokens", nullcontext()
+    model = loaded.model
+    label = f"reading {ids.shape[1]:,} tokens"
+    read = nullcontext()
     if output.json:
         streamer = stage = output.stage(f"{label}, writing up to {limit:,}", limit + 1)
     else:

@@ -38,12 +38,13 @@ from .output import Output, hushed
 from ..quant.layer_info import longest_context
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #0db017a9
-torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
-hub, hub_errors = lazy("huggingface_hub"), lazy("huggingface_hub.errors")
-models, offloaded = (
-    lazy("turboquant_nb.evaluation.models"),
-    lazy("turboquant_nb.evaluation.offload"),
-)
+torch = lazy("torch")
+transformers = lazy("transformers")
+hf = lazy("turboquant_nb.hf")
+hub = lazy("huggingface_hub")
+hub_errors = lazy("huggingface_hub.errors")
+models = lazy("turboquant_nb.evaluation.models")
+offloaded = lazy("turboquant_nb.evaluation.offload")
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #9225a78a
 def check_name(
@@ -399,7 +400,8 @@ def load(weights: Weights, output: Output, offloading: Offloading = Offloading()
     """The model that was asked for. Raises Usage for a name, dtype or device that does not
     exist."""
     check_model(weights.model)
-    device, rest = pick_device(weights.device), offloading.offload
+    device = pick_device(weights.device)
+    rest = offloading.offload
     dtype = weights.dtype or usual_dtype(device)
     output.note(f"loading {weights.model}")
     if (attention := getattr(weights, "attention", "turboquant")) != "turboquant":
@@ -415,7 +417,8 @@ def load(weights: Weights, output: Output, offloading: Offloading = Offloading()
             return Loaded(*models.load_model(weights.model, **how))
         room = offloading.gpu_memory
         loaded = Loaded(*offloaded.load_offloaded(weights.model, str(rest), room, **how))
-    there, p = {"cpu": "in the CPU's memory", "disk": "on the disk"}[rest], loaded.placement
+    there = {"cpu": "in the CPU's memory", "disk": "on the disk"}[rest]
+    p = loaded.placement
     stay = f"{in_words(p.resident)} of weights stay on {device}"
     output.note(f"{stay}, {in_words(p.offloaded)} wait {there}")
     return loaded
@@ -461,8 +464,10 @@ def about_run(command: str, source: Source, model) -> dict:
     )
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #87ca0006
-hf, mixed = lazy("turboquant_nb.hf"), lazy("turboquant_nb.quant.mixed_precision")
-specs, quant = lazy("turboquant_nb.quant.quantizer"), lazy("turboquant_nb.quant.recipe")
+hf = lazy("turboquant_nb.hf")
+mixed = lazy("turboquant_nb.quant.mixed_precision")
+specs = lazy("turboquant_nb.quant.quantizer")
+quant = lazy("turboquant_nb.quant.recipe")
 calibrations = lazy("turboquant_nb.quant.calibration")
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #71b82c56

@@ -148,7 +148,8 @@ def batches(
     at_most: int = 4096,  # tokens at a time, padding counted
 ):  # of (places among the sequences, ids, mask), short ones first
     "Sequences of similar length together, each once; letters as `tokens`."
-    sequences, part = _known(sequences), []
+    sequences = _known(sequences)
+    part = []
     for i in [*sorted(range(len(sequences)), key=lambda i: len(sequences[i])), None]:
         if part and (i is None or (len(part) + 1) * (len(sequences[i]) + 2) > at_most):
             yield part, *tokens([sequences[j] for j in part], device)
@@ -184,7 +185,8 @@ def read_fasta(
         raise ValueError(
             f"{path} must be a FASTA file in UTF-8, got something else at byte {error.start}"
         ) from None
-    out, name = {}, None
+    out = {}
+    name = None
     for n, raw in enumerate(lines, 1):
         line = raw.strip()
         if line.startswith(">"):
@@ -263,7 +265,8 @@ def _from_fair(state: dict) -> tuple:  # (config, state dict of EsmForMaskedLM)
     rotary = [n for n in new if n.endswith("rot_emb.inv_freq")]
     if not rotary or _WORDS not in new or _FFN not in new:
         raise ValueError("the checkpoint must be an ESM-2 model with rotary positions")
-    d, (vocab, hidden) = 2 * len(new[rotary[0]]), new[_WORDS].shape
+    d = 2 * len(new[rotary[0]])
+    vocab, hidden = new[_WORDS].shape
     new["esm.rotary_embeddings.inv_freq"] = new[rotary[0]]
     config = _config(vocab, hidden, hidden // d, len(rotary), len(new[_FFN]))
     return config, {n: t for n, t in new.items() if not n.endswith("rot_emb.inv_freq")}

@@ -88,7 +88,8 @@ def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Re
         raise ValueError(
             f"code is for layers, heads, head size {code.key.shape}, the model has {shape}"
         )
-    mark, own = torch.tensor(code.header["fingerprint"]), torch.tensor(fingerprint(base))
+    mark = torch.tensor(code.header["fingerprint"])
+    own = torch.tensor(fingerprint(base))
     if not torch.allclose(mark, own, rtol=0.02, atol=1e-3 * float(own.abs().max())):
         raise ValueError("code was calibrated on another model: the key weights differ")
     return code.to(base.device)
@@ -120,7 +121,8 @@ def _find_frames(turbo) -> list:
 
 def _framed(turbo, recipes: list) -> list:
     "A FramedRecipe for each layer. A model's frames are found once."
-    inv_freq, frames = turbo.base.rotary_embeddings.inv_freq, [None] * len(recipes)
+    inv_freq = turbo.base.rotary_embeddings.inv_freq
+    frames = [None] * len(recipes)
     if any(r.wants_frame for r in recipes):
         if turbo.base not in _FRAMES:
             _FRAMES[turbo.base] = _find_frames(turbo)
@@ -154,11 +156,13 @@ class TurboEsm:
     def __init__(self, model, code=None, max_length: int | None = None):
         if max_length is not None:
             checks.whole(max_length, "max_length", 1)
-        self.base, self.model = _trunk(model), model
+        self.base = _trunk(model)
+        self.model = model
         folds = hasattr(model, "trunk")  # then its head reads what the trunk gives
         self.head = None if folds else getattr(model, "lm_head", None)
         self.attention = [layer.attention.self for layer in self.base.encoder.layer]
-        self.past, self.max_length = None, max_length
+        self.past = None
+        self.max_length = max_length
         facts = read_facts(self.base.config)
         self.shape = len(self.attention), facts["query heads"], facts["head size"]
         self.code = _code_for(code, self.base, self.shape)
@@ -242,9 +246,11 @@ class TurboEsm:
 
     def report(self) -> dict:
         "Bytes held for the past, bits per value, ratios to fp16 and fp32; tables apart."
-        past, (layers, heads, d) = self._need(), self.shape
+        past = self._need()
+        layers, heads, d = self.shape
         values = 2 * layers * heads * d * len(past.start) * past.length
-        held, tables = past.nbytes(), getattr(self.code, "tables_nbytes", 0)
+        held = past.nbytes()
+        tables = getattr(self.code, "tables_nbytes", 0)
         return dict(
             tokens=past.length,
             nbytes=held,

@@ -41,7 +41,8 @@ def _log_odds(logits: Tensor, ids: Tensor) -> Tensor:  # [L, 20]
 
 def _masked_passes(turbo, ids, groups, at_most) -> Tensor:  # [L, vocabulary]
     "Logits of masked residues: the residues of a group are masked together."
-    size, logits = max(1, at_most // ids.shape[1]), None
+    size = max(1, at_most // ids.shape[1])
+    logits = None
     for i in range(0, len(groups), size):
         part = groups[i : i + size]
         batch = ids.repeat(len(part), 1)
@@ -119,10 +120,8 @@ class MaskedRows:
         if graphs is CudaGraph and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on a GPU, got one on {device}")
         self.turbo, self.length = turbo, length
-        self.ids, self.start = (
-            tokens(["A" * length], device)[0],
-            torch.zeros(1, dtype=torch.long, device=device),
-        )
+        self.ids = tokens(["A" * length], device)[0]
+        self.start = torch.zeros(1, dtype=torch.long, device=device)
         self.at = torch.arange(1, length + 1, device=device)
         self.mask = torch.full_like(self.at, MASK)
         for _ in range(2):  # tables are made and libraries loaded before
@@ -243,7 +242,8 @@ def _parse_mutation(text: str, sequence: str) -> tuple:  # (row, column) of the 
     found = re.fullmatch(r"([A-Z])(\d+)([A-Z])", text.strip().upper())
     if not found or found[3] not in RESIDUES:
         raise ValueError(f"a mutation must be like A5G, got {text!r}")
-    was, at = found[1], int(found[2])
+    was = found[1]
+    at = int(found[2])
     here = sequence[at - 1].upper() if 1 <= at <= len(sequence) else None
     if here != was:
         has = f"{here}{at}" if here else f"{len(sequence)} residues"
@@ -297,7 +297,8 @@ def _tables(turbo: TurboEsm, method: str, lengths: Counter, graphs):
     kind = (CudaGraph if on_gpu else None) if graphs is True else graphs or None
     if kind is None or method != "frozen" or why_not_captured(turbo.code):
         return lambda s: masked_marginals(turbo, s, method)
-    graph, failed = None, set()
+    graph = None
+    failed = set()
 
     def table(s: str) -> Tensor:
         nonlocal graph
@@ -339,10 +340,8 @@ def variants(
         (name for name, wanted in wanted_of.items() if wanted),
         key=lambda name: len(sequences[name]),
     )
-    table, found = (
-        _tables(turbo, method, Counter(len(sequences[name]) for name in asked), graphs),
-        {},
-    )
+    table = _tables(turbo, method, Counter(len(sequences[name]) for name in asked), graphs)
+    found = {}
     for i, name in enumerate(asked):
         s, wanted = sequences[name], wanted_of[name]
         if method == "one-pass":
@@ -397,7 +396,8 @@ def sampled(
     seed: int,
 ) -> Tensor:  # [n, L + 2]
     "Ids of sequences that a model draws; all chance comes from the seed."
-    g, (n, length) = torch.Generator().manual_seed(seed), shape
+    g = torch.Generator().manual_seed(seed)
+    n, length = shape
     ids = torch.full((n, length + 2), mask, device=letters.device)
     ids[:, 0], ids[:, -1] = ends
     if gibbs := method == "gibbs":

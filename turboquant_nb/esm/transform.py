@@ -83,7 +83,8 @@ def join_levels(
 ) -> Tensor:  # [sum of 2**bits] fp32
     "Tables of all channels end to end; a channel without bits has one level, 0."
     sizes = 2 ** bits.flatten().long()
-    first, out = sizes.cumsum(0) - sizes, torch.zeros(int(sizes.sum()))
+    first = sizes.cumsum(0) - sizes
+    out = torch.zeros(int(sizes.sum()))
     for b, levels in tables.items():
         at = first[bits.flatten() == b][:, None] + torch.arange(2**b)
         out[at] = levels.float()
@@ -93,7 +94,8 @@ def join_levels(
 def _bit_rows(bits: Tensor) -> tuple:  # [L, channels] -> (rows [8, L·channels], rows in all)
     """The row of bit p of each channel among all rows of bits, most significant first; -1 where
     a channel has no such bit. Layers follow each other, planes begin on whole bytes."""
-    rows, at = torch.full((8, bits.numel()), -1), 0
+    rows = torch.full((8, bits.numel()), -1)
+    at = 0
     for i, mine in enumerate(bits.long()):
         order = mine.argsort(descending=True, stable=True) + i * len(mine)
         for p in range(int(mine.max())):
@@ -107,10 +109,13 @@ class _Tables:
     "Layers first … last-1 of a side, as loops over channels want them; all on one device."
 
     def __init__(self, side: SideCode, first: int, last: int):
-        bits, device = side.bits.flatten(1).cpu().long(), side.bits.device
-        mine, before = bits[first:last].flatten(), int((2 ** bits[:first]).sum())
+        bits = side.bits.flatten(1).cpu().long()
+        device = side.bits.device
+        mine = bits[first:last].flatten()
+        before = int((2 ** bits[:first]).sum())
         ends = (2**mine).cumsum(0)
-        levels, starts = side.levels[before : before + int(ends[-1])], ends - 2**mine
+        levels = side.levels[before : before + int(ends[-1])]
+        starts = ends - 2**mine
         rows, n = _bit_rows(bits[first:last])
         # coding: edges of channels with as many bits, then where each of their bits goes
         self.groups = []
@@ -213,7 +218,8 @@ def look_up(
     """into (x - mean) as the codes stand for it, channel by channel; a channel without bits
     reads as 0."""
     layers, heads, d = side.shape
-    last, (b, width, n) = layers if last is None else last, rows.shape
+    last = layers if last is None else last
+    b, width, n = rows.shape
     shape = b, last - first, heads, d, n
     if not width:
         return torch.zeros(shape, device=rows.device)
@@ -409,7 +415,8 @@ def fit_transform(
         rotation = make_rotation("hadamard", mu.shape[-1]).matrix.double().expand_as(eye)
     else:
         rotation = eye
-    into, back = rotation @ root, inverse @ rotation.transpose(-1, -2)
+    into = rotation @ root
+    back = inverse @ rotation.transpose(-1, -2)
     center = {"pre_rope": m.center, "mean": mu, "none": torch.zeros_like(mu)}[spec.center]
     off = (into @ (mu if spec.center == "pre_rope" else mu - center)[..., None])[..., 0]
     var = (into @ (second - outer) @ into.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
@@ -530,10 +537,12 @@ class _Costs:
 
     def take(self, layer, q, k, v, real, visible):
         q, k, v = q.float(), k.float(), v.float()
-        p, w = attention_weights(q, k, visible), self.dense[layer].float()
+        p = attention_weights(q, k, visible)
+        w = self.dense[layer].float()
         r = torch.randn(len(w), generator=self.generator).to(w)  # E (r·x)² = ‖x‖²
         u = torch.einsum("bhtd,hd->bht", v, (r @ w).view(v.shape[1], -1))[..., None]
-        mean, query = p @ u, q @ self.back["key"][layer].to(q)
+        mean = p @ u
+        query = q @ self.back["key"][layer].to(q)
         gain = float(self.statistics.gain[layer])
         key, value = (self.fits[s].apply(layer, x) for s, x in (("key", k), ("value", v)))
         for b in range(self.most + 1):
@@ -558,7 +567,8 @@ def _spread(gains: Tensor, budget: int) -> Tensor:  # [channels, most bits] -> [
 
 def _allocate(cost, recipe, shape) -> dict:  # side -> bits [L, H, d]
     "Bits of every channel; cost: side -> [L, H, d, most bits + 1]."
-    sides, layers = ("key", "value"), shape[0]
+    sides = "key", "value"
+    layers = shape[0]
     if recipe.allocation == "none":
         fixed = (
             torch.full(shape, int(getattr(recipe, s).bits), dtype=torch.uint8) for s in sides
@@ -635,7 +645,8 @@ def fit_code(
         measure = _Costs(statistics, fits, fill.out, dense)
         some(measure.take)
         costs = measure.out
-    bits, sides = _allocate(costs, recipe, shape), []
+    bits = _allocate(costs, recipe, shape)
+    sides = []
     for s, m in fits.items():
         h = fill.out[s]
         of = {b: bits[s].flatten() == b for b in set(bits[s].flatten().tolist()) - {0}}

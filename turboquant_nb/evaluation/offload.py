@@ -71,7 +71,9 @@ def place(
             "short"
         )
     name, layers = _layers_of(model)
-    on, where, seen = {}, str(device), set()
+    on = {}
+    where = str(device)
+    seen = set()
     path = name.split(".")
     for depth in range(len(path)):  # everything beside the way to the layers
         parent = model.get_submodule(".".join(path[:depth]))
@@ -91,7 +93,8 @@ def place(
         size = _bytes_of(layer, dtype, seen)
         stays = not offloaded and room is not None and resident + size <= room
         on[f"{name}.{i}"] = where if stays else rest
-        resident, offloaded = resident + size * stays, offloaded + size * (not stays)
+        resident = resident + size * stays
+        offloaded = offloaded + size * (not stays)
         largest = largest if stays else max(largest, size)
     return Placement(on, resident, offloaded, largest)
 

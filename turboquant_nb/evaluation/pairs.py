@@ -75,7 +75,8 @@ def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
         raise TypeError(f"the {PAIR!r} attention needs the cache of `score`")
     n, T = query.shape[2], key.shape[2]
     visible = causal_mask(n, T, query.device) if mask is None else mask
-    exact, scaling = key.is_exact(n), query.shape[3] ** -0.5 if scaling is None else scaling
+    exact = key.is_exact(n)
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     out = query.new_empty(*query.shape[:3], value.shape[3])
     step = max(1, SCORES // (min(len(query), 4) * query.shape[1] * T))
     for b, a in product(range(0, len(query), 4), range(0, n, step)):
@@ -113,7 +114,9 @@ class PairLayer(DynamicLayer):
 
     def __init__(self, layer: TurboQuantLayer, exact_dtype: torch.dtype, all_quantised: bool):
         super().__init__()
-        self.layer, self.exact_dtype, self.recipe = layer, exact_dtype, layer.recipe
+        self.layer = layer
+        self.exact_dtype = exact_dtype
+        self.recipe = layer.recipe
         self.recent = (
             0 if all_quantised else max(self.recipe.recent, 1)
         )  # tokens that are met exactly
@@ -126,7 +129,8 @@ class PairLayer(DynamicLayer):
 
     def decoded(self) -> list:
         "What the codes of all keys, and of all values, stand for."
-        s, out = self.layer.store, []
+        s = self.layer.store
+        out = []
         for name, side in (("key", s.key), ("value", s.value)):
             center = s.center(name, 0, s.length)
             found = decode(side.q, s.coded(name, 0, s.length), center)
@@ -143,7 +147,8 @@ class PairLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs):
         "Keep n tokens; return both versions of all."
-        dtype, rule = key_states.dtype, (self.recipe.sinks, self.recent)
+        dtype = key_states.dtype
+        rule = self.recipe.sinks, self.recent
         k, v = key_states.to(self.exact_dtype), value_states.to(self.exact_dtype)
         exact = super().update(k, v)
         self.append(k, v)

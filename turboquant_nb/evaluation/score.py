@@ -63,7 +63,8 @@ def text_windows(
 ) -> Tensor:  # [n, L] int64
     "Windows of tokens. Raises ValueError if the texts do not give n of them."
     texts = sample_text() if texts is None else texts
-    head, rows = leading_tokens(tokenizer), []
+    head = leading_tokens(tokenizer)
+    rows = []
     size = length - len(head)
     for text in [texts] if isinstance(texts, str) else texts:
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
@@ -135,7 +136,8 @@ class OnePass:
 
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
-        every, dtype = protocol == "stress", candidate.dtype or model.dtype
+        every = protocol == "stress"
+        dtype = candidate.dtype or model.dtype
         cache = pair_cache(model, candidate.recipe, dtype, every, self.layer)
         if not every and start is None:
             start = prefill(model, ids[:, :prompt])
@@ -346,14 +348,17 @@ def score(
     """Losses of tokens P … L-1. Raises ValueError/TypeError for a protocol, prompt, ids or
     backend that do not fit."""
     check_windows(ids, protocol, prompt)
-    out, bits, name = [], 0.0, ""
+    out = []
+    bits = 0.0
+    name = ""
     for n, i in enumerate(range(0, len(ids), batch)):
         part = ids[i : i + batch]
         got = predict(model, part, candidate, protocol, prompt, starts and starts[n], backend)
         plain = predict(model, part, None, protocol, prompt).logits if distributions else None
         out.append(_compare(got.logits, part[:, prompt:], plain))
         if i == 0:
-            bits, name = got.bits(), got.backend
+            bits = got.bits()
+            name = got.backend
         del got, plain
         tick()
     loss, *rest = [torch.cat(x).cpu() for x in zip(*out)]
@@ -392,7 +397,8 @@ def _read_back_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of
     pairs = pair_cache(model, candidate.recipe, dtype, all_quantised=True)
     with attending(model, PAIR, pair_attention):
         model(ids, past_key_values=pairs, logits_to_keep=1)
-    cache, calls = _read_back(candidate.new(), candidate.flush), {}
+    cache = _read_back(candidate.new(), candidate.flush)
+    calls = {}
     for i, x in pair_layers(pairs).items():
         nothing = _Call((x.keys[:, :, :0], x.values[:, :, :0]), ())
         calls[i] = [nothing, _Call((x.keys, x.values), cache.update(x.keys, x.values, i))]
@@ -403,7 +409,8 @@ def _layer_gap(layer: PairLayer, calls: list) -> float:
     """Largest relative difference in one layer; the first call is the prompt, which attends to
     itself."""
     states = [torch.cat([call.given[side] for call in calls], 2) for side in (0, 1)]
-    pairs, worst = layer.update(*states), 0.0
+    pairs = layer.update(*states)
+    worst = 0.0
     for side, (x, sure) in enumerate(zip(pairs, layer.sure(tuple(x.exact for x in pairs)))):
         seen = calls[0].given[side].shape[2]
         for call in calls[1:]:

@@ -364,7 +364,9 @@ def _check_decode(call: CellCall) -> tuple:
     q, cache, plan, (table, lengths), (k, v, recent), _ = call
     _check_int32(2, table=table)
     _check_int32(1, lengths=lengths)
-    batch, heads, cell = len(lengths), cache.shape[1], plan.cell
+    batch = len(lengths)
+    heads = cache.shape[1]
+    cell = plan.cell
     if (
         q.ndim != 3
         or not batch
@@ -378,7 +380,8 @@ def _check_decode(call: CellCall) -> tuple:
             f"q must have shape {want} and table a row for each request, got {list(q.shape)} "
             f"and {list(table.shape)}"
         )
-    m, query_heads = q.shape[0] // batch, q.shape[1]
+    m = q.shape[0] // batch
+    query_heads = q.shape[1]
     if not 1 <= m <= 16 or query_heads > 16 * heads:
         raise ValueError(
             "1 to 16 query tokens and 1 to 16 query heads a KV head are supported, "
@@ -466,15 +469,21 @@ def _only(names: frozenset, named: dict) -> dict:
 
 
 def _cut(way: Way, call: CellCall, group: int, reads: Reads, how: Launching) -> _Cut:
-    (m, *_, window, tile), requests, heads = reads, call.requests, call.cache.shape[1]
-    batch, blocks, target = len(requests.lengths), -(-group * m // way.rows), way.programs
+    m, *_, window, tile = reads
+    requests = call.requests
+    heads = call.cache.shape[1]
+    batch = len(requests.lengths)
+    blocks = -(-group * m // way.rows)
+    target = way.programs
     width = requests.table.shape[1] * call.plan.cell.tokens
-    together, work = heads * blocks, how.work
+    together = heads * blocks
+    work = how.work
     if work is None or batch == 1:
         seen = width if window is None else min(width, window + m + 254)
         splits = how.splits or count_splits(seen, batch * together, target)
         return _Cut(blocks, splits, batch * together * splits, None)
-    most, known = width if window is None else min(width, window + m + tile - 2), len(work)
+    most = width if window is None else min(width, window + m + tile - 2)
+    known = len(work)
     parts = how.splits or max(1, round(target / together))
     listing = list_work(requests.lengths, parts, -(-most // tile), reads, work)
     return _Cut(blocks, listing.items, together * listing.items, listing, len(work) == known)
@@ -483,7 +492,9 @@ def _cut(way: Way, call: CellCall, group: int, reads: Reads, how: Launching) -> 
 def _join_parts(out: Tensor, lse: Tensor, way: Way, cut: _Cut, named: dict) -> None:
     """What splits left and the exact tokens to out and lse. named: arguments of the kernel that
     follow from the call."""
-    rows, fast, interpreted = named["group"] * named["m"], way.turned is None, is_interpreted()
+    rows = named["group"] * named["m"]
+    fast = way.turned is None
+    interpreted = is_interpreted()
     many = len(out) * out.shape[1] > 1024 or interpreted  # it runs one program after another
     together = 1 << min(4, rows).bit_length() - 1 if many else 1  # a power of two
     near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -510,8 +521,12 @@ def _join_parts(out: Tensor, lse: Tensor, way: Way, cut: _Cut, named: dict) -> N
 # %% ../../nbs/45bc_cell_attention.ipynb #45b00091
 def cell_arguments(call: CellCall, named: dict) -> dict:
     "What a store's kernels take of a store, of cells. named: of `decode_cells`."
-    q, m, table, plan = call.q, named["m"], call.requests.table, call.plan
-    memory, absent = plan.memory(call.cache), plan.tables.packed_lut
+    q = call.q
+    m = named["m"]
+    table = call.requests.table
+    plan = call.plan
+    memory = plan.memory(call.cache)
+    absent = plan.tables.packed_lut
     zeros = "cap length offset recent recent_from bias_stride".split()
     flags = "HAS_START HAS_END BIASED".split()
     return (
@@ -539,7 +554,9 @@ def _rotated(call: CellCall, rows: int, named: dict, scaling: float) -> tuple:
 
 def _launch_portable(call: CellCall, way: Way, cut: _Cut, named: dict, early: bool) -> None:
     "The codes of all splits, by the kernel that reads a store's."
-    plan, (d, dv), R = call.plan, call.sizes, call.plan.cell.tokens // 4
+    plan = call.plan
+    d, dv = call.sizes
+    R = call.plan.cell.tokens // 4
     plain, rotated = _rotated(call, cut.blocks * way.rows, named, named["scaling"])
     shift = plain[..., 0] * 0
     if plan.center is not None:  # every score of codes gets the same
@@ -562,8 +579,10 @@ def _launch_portable(call: CellCall, way: Way, cut: _Cut, named: dict, early: bo
 
 def _launch_fragments(call: CellCall, way: Way, cut: _Cut, named: dict, early: bool) -> None:
     "The codes of all splits, by the kernel for tensor cores."
-    plan, left = call.plan, named["PARTS"]
-    fast_k, absent = named["FAST"] and plan.tables.hadamard[0], plan.tables.packed_lut
+    plan = call.plan
+    left = named["PARTS"]
+    fast_k = named["FAST"] and plan.tables.hadamard[0]
+    absent = plan.tables.packed_lut
     arguments = cell_arguments(call, named)
     arguments |= dict.fromkeys(("NEAR", "FAR"), absent)
     _decode_kernel[(cut.programs,)](
@@ -590,14 +609,17 @@ def _launch_fragments(call: CellCall, way: Way, cut: _Cut, named: dict, early: b
 
 def _way(plan: CellPlan, portable: bool, rows: int) -> Way:
     "How one of the two kernels reads cells. rows: of queries, of a KV head."
-    cell, d, dv = plan.cell, plan.cell.d_key, plan.cell.d_value
+    cell = plan.cell
+    d = plan.cell.d_key
+    dv = plan.cell.d_value
 
     def turned(out, near, rest):
         out.copy_(near + rotate(rest, plan.value.rotation.matrix))
 
     if portable:
         return Way(_launch_portable, 16, 2, cell.tokens, turned)
-    gpu, bits = device_properties(plan.device), max(cell.key_bits, cell.value_bits)
+    gpu = device_properties(plan.device)
+    bits = max(cell.key_bits, cell.value_bits)
     rows = 4 if rows <= 4 else 8
     each, options = packaged_config(gpu.capability, padded_size(d), rows, bits)
     fast = plan.tables.hadamard[1] and d == dv and d in (64, 128, 256)
@@ -640,7 +662,8 @@ def decode_cells(
     q = _dense(q)
     call = call._replace(q=q)
     kept, sinks = (0, 0) if recent is None else (recent.tokens, recent.sinks)
-    own, way = 0 if k is None else m + kept, _way(plan, portable, m * query_heads // heads)
+    own = 0 if k is None else m + kept
+    way = _way(plan, portable, m * query_heads // heads)
     reads = Reads(m, own, sinks, rule.sliding_window, way.tile)
     cut = _cut(way, call, query_heads // heads, reads, how)
     out = q.new_empty(*q.shape[:2], dv) if to.out is None else to.out
@@ -652,7 +675,9 @@ def decode_cells(
     if k is None:
         k = v = q
     k, v = _dense(k), _dense(v)
-    near, near_table = q[:, :, None], requests.table  # any tensors
+    # any tensors
+    near = q[:, :, None]
+    near_table = requests.table
     if recent is not None:
         near, near_table = recent.cache, recent.table
     named = reads.arguments | dict(
@@ -771,7 +796,8 @@ def past_cells(
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
-    places, wide = plan.offsets, max(cell.d_key, cell.d_value) > 256
+    places = plan.offsets
+    wide = max(cell.d_key, cell.d_value) > 256
     named = dict(
         LEVELS=plan.tables.levels,
         TABLE=table,
@@ -866,7 +892,10 @@ def join_past(
             f"{list(own.shape)}, {list(past.shape)}, {list(own_lse.shape)}, "
             f"{list(past_lse.shape)}"
         )
-    rows, heads, d, m = own.shape[0] * own.shape[1], own.shape[1], own.shape[2], 16
+    rows = own.shape[0] * own.shape[1]
+    heads = own.shape[1]
+    d = own.shape[2]
+    m = 16
     named = dict(
         OWN=own,
         ot=own.stride(0),

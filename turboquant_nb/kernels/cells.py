@@ -63,11 +63,9 @@ class CellPlan(CellCodes):
         self.plan = Plan.of(key, value, tokens, key.device)
         if why := self.plan.why:
             raise ValueError(f"no kernel reads these codes: {why}")
-        self.tables, self.device, self.scale_dtype = (
-            self.plan.tables,
-            key.device,
-            key.scale_dtype,
-        )
+        self.tables = self.plan.tables
+        self.device = key.device
+        self.scale_dtype = key.scale_dtype
         self.sides = [
             _quantizer_tables(q) for q in (key, value)
         ]  # (RotationOperand, table) each
@@ -91,7 +89,9 @@ class CellPlan(CellCodes):
 
     def constants(self, dtype: torch.dtype) -> list:
         "What the append kernel is compiled for, of keys and of values in this dtype."
-        roomy, out, size = device_properties(self.device).roomy, [], self.vector_size
+        roomy = device_properties(self.device).roomy
+        out = []
+        size = self.vector_size
         means = None if self.center is None else torch.float32, None
         for q, (rotation, table), mean in zip((self.key, self.value), self.sides, means):
             how = dtype, q.channel_bits[0], q.spec.scale, self.scale_dtype, mean
@@ -363,7 +363,8 @@ _append_launcher = Launcher(_append_kernel)
 
 def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Tensor) -> None:
     "Tokens whose vectors lie in memory at once, where codes are by windows."
-    heads, count = cache.shape[1], cache.shape[1] * len(slots)
+    heads = cache.shape[1]
+    count = cache.shape[1] * len(slots)
     rows, options = _short_config(plan.vector_size, device_properties(plan.device).roomy)
     room = window_room(count, plan.vector_size, k.device) if plan.chained else None
     (one, key_table), (two, value_table) = plan.sides

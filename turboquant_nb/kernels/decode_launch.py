@@ -92,12 +92,11 @@ class DecodeSizes(NamedTuple):
     @classmethod
     def of(cls, x: DecodeOperands) -> "DecodeSizes":
         batch, query_heads, n, d = x.q.shape
-        (_, heads, tiles, tile), dv = x.key_scale.shape, len(x.value_rotation)
-        chunk, sinks, recent = (
-            0 if x.k is None else x.k.shape[2],
-            x.key_sinks.shape[2],
-            x.key_recent.shape[2],
-        )
+        _, heads, tiles, tile = x.key_scale.shape
+        dv = len(x.value_rotation)
+        chunk = 0 if x.k is None else x.k.shape[2]
+        sinks = x.key_sinks.shape[2]
+        recent = x.key_recent.shape[2]
         key_bits = (
             len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1
         )  # else the first plane holds single bits
@@ -135,7 +134,8 @@ def pack_lut(
 ) -> list:  # 4 int32: byte i is the level of selector i
     "A table in the order of selectors: base plane + 4 (next bit) + 8 (last bit)."
     bits = max(2, int(math.log2(len(levels))))
-    places, table = places or (bits - 2, bits - 1, bits - 3, 0)[:bits], [0] * 16
+    places = places or (bits - 2, bits - 1, bits - 3, 0)[:bits]
+    table = [0] * 16
     for code, level in enumerate(levels.tolist()):
         table[sum((code >> bit & 1) << i for i, bit in enumerate(places))] = level & 255
     words = [int.from_bytes(bytes(table[i : i + 4]), "little") for i in range(0, 16, 4)]
@@ -189,7 +189,9 @@ class CodeTables(NamedTuple):
     def of(cls, key, value, device) -> "CodeTables":
         "Tables of codes that have a `Lut`."
         luts = [q.code.lut for q in (key, value)]
-        levels, packed, chains = torch.zeros(2, 16), [], []
+        levels = torch.zeros(2, 16)
+        packed = []
+        chains = []
         for row, lut, q in zip(levels, luts, (key, value)):
             row[: len(lut.levels)] = lut.levels.cpu() * lut.step
             bits = q.code.channel_bits[0]
@@ -382,7 +384,8 @@ class Parts(NamedTuple):
     @classmethod
     def empty(cls, x: DecodeOperands, s: DecodeSizes, Q: int, splits: int) -> "Parts":
         blocks = -(-s.rows // Q)
-        shape, new = (s.batch * s.heads * blocks, splits, Q), x.q.new_empty
+        shape = s.batch * s.heads * blocks, splits, Q
+        new = x.q.new_empty
         return cls(
             new((*shape, s.dv), dtype=torch.float32), new(shape, dtype=torch.float32), blocks
         )
@@ -398,7 +401,8 @@ def _together(
     s: DecodeSizes, rows: int, queries: int
 ) -> tuple:  # (rows, exact tokens) at a time
     "What a program of the combine kernel takes at once."
-    big, together = max(s.d, s.dv), min(4, rows) if queries > 1024 else 1
+    big = max(s.d, s.dv)
+    together = min(4, rows) if queries > 1024 else 1
     each = 16 if big <= 64 else 8
     return together, each // 2 if together > 1 and big > 128 else each
 
@@ -429,17 +433,17 @@ def combine(
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
     at work."""
-    q, shape = x.q, x.q.shape[:3]
-    out, lse = (
-        q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32),
-        q.new_empty(shape, dtype=torch.float32),
-    )
+    q = x.q
+    shape = x.q.shape[:3]
+    out = q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32)
+    lse = q.new_empty(shape, dtype=torch.float32)
     rest = out if fast else torch.empty_like(out)
     keys, values = (x.key_sinks, x.key_recent), (x.value_sinks, x.value_recent)
     exact, mixed = exact_arguments(keys, values, x.k, x.v)
     _, splits, rows = parts.lse.shape
     together, each = _together(s, rows, shape.numel())
-    few, at_once = s.sinks + s.recent + s.chunk, min(16 if splits <= 32 else 64, 64 // together)
+    few = s.sinks + s.recent + s.chunk
+    at_once = min(16 if splits <= 32 else 64, 64 // together)
     named = (
         shared
         | exact
@@ -459,10 +463,8 @@ def combine(
             PDL=pdl,
         )
     )
-    grid, options = (
-        s.batch * s.heads * -(-s.rows // together),
-        {"launch_pdl": True} if pdl else {},
-    )
+    grid = s.batch * s.heads * -(-s.rows // together)
+    options = {"launch_pdl": True} if pdl else {}
     slots = _COMBINE_SLOTS if x.k is None else _COMBINE_SLOTS | dict(CK="k", CV="v")
     launch = _combine_launcher(grid, named, slots, num_warps=4, **options)
     if out is not rest:  # value_rotation is R, so this is Rᵀ o
@@ -492,7 +494,9 @@ def plain_queries(
     scaling: float,
 ) -> Tensor:  # [B, heads, rows, d] fp32, 0 in rows that only pad
     "Query rows of each KV head, times the softmax scale."
-    batch, d, used = len(q), q.shape[3], q.shape[1] // heads * q.shape[2]
+    batch = len(q)
+    d = q.shape[3]
+    used = q.shape[1] // heads * q.shape[2]
     plain = q.new_zeros(batch, heads, rows, d, dtype=torch.float32)
     plain[:, :, :used] = q.reshape(batch, heads, used, d).float() * scaling
     return plain
@@ -504,8 +508,11 @@ def portable_attention(
     bias: Tensor | None = None,
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n])
     "Attention by the portable kernel."
-    s, q, Q = DecodeSizes.of(x), x.q, 16
-    shared, rows = shared_arguments(x, s), -(-s.rows // Q) * Q
+    s = DecodeSizes.of(x)
+    q = x.q
+    Q = 16
+    shared = shared_arguments(x, s)
+    rows = -(-s.rows // Q) * Q
     rule = SplitRule.of(x, s, s.batch * s.heads * rows // Q, 256, s.tile)
     parts = Parts.empty(x, s, Q, rule.splits(x.length - x.offset - s.chunk))
     plain = plain_queries(q, s.heads, rows, x.scaling)

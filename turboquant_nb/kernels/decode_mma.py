@@ -38,7 +38,8 @@ try:
     from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 except ImportError:  # no Triton, or one without Gluon: the portable kernel may still work
     gluon = SimpleNamespace(jit=lambda f=None, **_: f or (lambda g: g), language=None)
-    gl, mma_v2 = SimpleNamespace(constexpr=lambda x: x), None
+    gl = SimpleNamespace(constexpr=lambda x: x)
+    mma_v2 = None
 
 # %% ../../nbs/43_decode_mma.ipynb #fe3682bf
 def _shift(out: list, source: str, have: int, want: int, name: str) -> str:
@@ -95,7 +96,8 @@ def lookup_asm(
     """PTX that turns 4 bytes of each plane into 32 int8 levels. In: base-plane words of the
     lower and upper half of the channels, one word per further plane, table's words (4 times
     each, as packed bytes come). Out: half x pair x 2."""
-    planes, lut_words = bits - 2, {2: 1, 3: 2, 4: 4}[bits]
+    planes = bits - 2
+    lut_words = {2: 1, 3: 2, 4: 4}[bits]
     table = [f"${10 + planes + 4 * i}" for i in range(lut_words)]
     out = ["{", ".reg .b32 s, t, h, u, v, x, y, m, c;"]
     for half in (0, 1):
@@ -188,7 +190,8 @@ def _chained_word(
     def taps(mask):
         found = []
         for i in range(bits * len(window)):
-            (base, plane, half), bit = window[i // bits], i % bits
+            base, plane, half = window[i // bits]
+            bit = i % bits
             if mask >> i & 1:
                 found.append((plane, half) if bits == 3 and not bit else (base, bit - bits + 2))
         return found
@@ -238,14 +241,16 @@ def key_chain_asm(
     """PTX that turns the codes of a byte row into levels, where a level is that of a window.
     In: base-plane words of the lower and upper half, words of the bit plane, tables. Out: half
     x pair x 2, `words` of each."""
-    out, size = ["{", _LOCAL, ".reg .pred seen;"], 4 * words
+    out = ["{", _LOCAL, ".reg .pred seen;"]
+    size = 4 * words
     if circular:
         out += _lane_before(1)
     base = lambda half, w: f"${8 * words + half * words + w}"
     plane = lambda w: f"${10 * words + w}"
     table = [f"${11 * words + size * i}" for i in range(4)][: 2 ** (len(masks) - 2)]
     order = [(w // 2 % 2, w // 4 * 2 + w % 2) for w in range(2 * words)]
-    names, window = [], [(base(half, w), plane(w), half) for half, w in order]
+    names = []
+    window = [(base(half, w), plane(w), half) for half, w in order]
     before = {}  # of the first words: those of the byte before, of the lane before
     for i in range(1, back + 1):
         linked = []
@@ -269,7 +274,9 @@ def place_bits(d: int) -> tuple:
     """Which bit of a channel's number each bit of its place among the values is, the lowest
     first: the lane (3 bits), the row of the lane, the piece, the half."""
     order = lane_order(d)
-    lane, pieces, (half, row) = order[:3], order[3:-2], order[-2:]
+    lane = order[:3]
+    pieces = order[3:-2]
+    half, row = order[-2:]
     return *lane[::-1], row, *pieces[::-1], half
 
 
@@ -281,8 +288,10 @@ def value_chain_asm(
     pair x 2 (8 words each), the words to carry on. The start: what comes before a lane's first
     channel, from the last channels of the lane before."""
     base = lambda first, half, row, i: f"${first + 8 * half + 4 * row + i}"
-    kinds, rows = bits - 1, [(0, 0), (0, 1), (1, 0), (1, 1)]
-    out, table = ["{", _LOCAL + "z;"], [f"${152 + 32 * i}" for i in range(4)]
+    kinds = bits - 1
+    rows = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    out = ["{", _LOCAL + "z;"]
+    table = [f"${152 + 32 * i}" for i in range(4)]
     start = ["{", ".reg .b32 l;", ".reg .pred seen;", *(_lane_before(4) if circular else [])]
     for i in range(4):
         window = [(base(96, half, row, i), base(112, 0, row, i), half) for half, row in rows]
@@ -1610,10 +1619,8 @@ def _byte_layouts(HK: int, W: int, C: int, rows: int) -> dict:
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     byte = [1, 2, *_powers(4, W.bit_length() - 1)]
     far = _powers(16 * W, C.bit_length() - 1)
-    groups, columns = (
-        [[1, 0], [2, 0], [4, 0]],
-        [[0, x] for x in _powers(8, (2 * rows // 8).bit_length() - 1)],
-    )
+    groups = [[1, 0], [2, 0], [4, 0]]
+    columns = [[0, x] for x in _powers(8, (2 * rows // 8).bit_length() - 1)]
     k_bytes = [[0, x] for x in byte] + [[8, 0]] + [[0, x] for x in far]
     q_bytes = [[x, 0] for x in byte + far] + columns
     q_lanes = [[4 * W, 0], [8 * W, 0], [0, 1], [0, 2], [0, 4]]
@@ -1630,7 +1637,8 @@ def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
     "Scores, weights, accumulators and rotated vectors."
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     more = [[0, x] for x in _powers(4, (rows // 4).bit_length() - 1)]  # rows beyond four
-    groups, column = [[1, 0], [2, 0], [4, 0]], [[0, 1], [0, 2]]
+    groups = [[1, 0], [2, 0], [4, 0]]
+    column = [[0, 1], [0, 2]]
     lanes = [[0, x] for x in (1, 2, rows, 2 * rows, 4 * rows)]
     channels = lambda first, size: [
         [x, 0] for x in _powers(first, (size // 8).bit_length() - 1)
@@ -1723,9 +1731,12 @@ def mma_attention(
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Repeatable` or None)
     "Attention by the tensor-core kernel."
     s = DecodeSizes.of(x)
-    shared, q, Q = shared_arguments(x, s), x.q, 4 if s.rows <= 4 else 8
+    shared = shared_arguments(x, s)
+    q = x.q
+    Q = 4 if s.rows <= 4 else 8
     size = max(64, padded_size(max(s.d, s.dv)))
-    blocks, coded = -(-s.rows // Q), x.length - x.offset - s.chunk
+    blocks = -(-s.rows // Q)
+    coded = x.length - x.offset - s.chunk
     gpu = device_properties(q.device)
     fused = x.near_angles is not None and sums_inside(size, Q)
     form = decode_form(
@@ -1735,10 +1746,8 @@ def mma_attention(
         s.tile,
         x.cos_sin.shape[1] if fused else 0,
     )
-    biased, centred = (
-        x.cos_sin is not None and not fused,
-        x.key_mean is not None and x.cos_sin is None,
-    )
+    biased = x.cos_sin is not None and not fused
+    centred = x.key_mean is not None and x.cos_sin is None
     pdl = gpu.dependent
     programs, options = packaged_config(
         gpu.capability,
@@ -1759,11 +1768,14 @@ def mma_attention(
         if biased
         else (None, [])
     )
-    parts, absent = Parts.empty(x, s, Q, splits), x.packed_lut
-    rotated, slots = parts.out, _MMA_SLOTS
+    parts = Parts.empty(x, s, Q, splits)
+    absent = x.packed_lut
+    rotated = parts.out
+    slots = _MMA_SLOTS
     if not fast_k:
         rotated, launch = rotated_queries(x, s, shared, blocks * Q, pdl and biased)
-        launches, slots = [*launches, launch], slots | dict(ROTATED="rotated")
+        launches = [*launches, launch]
+        slots = slots | dict(ROTATED="rotated")
     named = (
         shared
         | plane_arguments(x, s)

@@ -53,7 +53,8 @@ class Launcher:
         general = {*constants, *(getattr(kernel, "do_not_specialize", None) or ()), *_FLOATS}
         tensors = [n for n in parameters if n not in constants and n[0].isupper()]
         numbers = [n for n in parameters if n not in general and n[0].islower()]
-        self.kernel, self.places = kernel, {name: i for i, name in enumerate(parameters)}
+        self.kernel = kernel
+        self.places = {name: i for i, name in enumerate(parameters)}
         pick = lambda names: (
             operator.itemgetter(*names)
             if len(names) > 1
@@ -87,7 +88,8 @@ class Launcher:
     def __call__(self, grid: int | tuple, named: dict, slots: dict, **options) -> Launch:
         """Launch. slots: what other calls bring, by the name of the argument; options: how
         Triton compiles."""
-        grid, args = grid if isinstance(grid, tuple) else (grid, 1, 1), self.ordered(named)
+        grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
+        args = self.ordered(named)
         kind = self.kind(named, options)
         if compiled := READY.get(kind):
             compiled[grid](*args)

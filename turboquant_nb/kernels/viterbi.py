@@ -20,7 +20,9 @@ def _read_by(window, masks):
     return sum((bin(window & m).count("1") & 1) << j for j, m in enumerate(masks))
 
 # %% ../../nbs/40b_viterbi.ipynb #0717208b
-_UNIT, _REACH, _FAR = tl.constexpr(float(1 << UNIT)), tl.constexpr(REACH), tl.constexpr(FAR)
+_UNIT = tl.constexpr(float(1 << UNIT))
+_REACH = tl.constexpr(REACH)
+_FAR = tl.constexpr(FAR)
 
 
 @triton.jit
@@ -247,7 +249,9 @@ def find_symbols(
             return find_symbols(trellis, x, levels, by_window, programs, block, to)
     if programs is None:
         programs = 16 * device_properties(x.device).processors
-    x, bits, turns = x.contiguous(), trellis.bits, 2 if trellis.start == "tail" else 1
+    x = x.contiguous()
+    bits = trellis.bits
+    turns = 2 if trellis.start == "tail" else 1
     block = block or (1 if count <= 2 * programs else 32)
     if turns == 2 and n % 16:  # the seam is not between two groups of eight symbols
         block = max(block, 32)

@@ -118,8 +118,10 @@ def list_work(
     known: dict | None = None,  # lists of the same lengths
 ) -> WorkList:
     "The list of a batch; one of `known`, if it has it. Waits for nothing and may be captured."
-    batch, known = len(lengths), {} if known is None else known
-    items, of = min(parts + batch, batch * most), (parts, most, reads)
+    batch = len(lengths)
+    known = {} if known is None else known
+    items = min(parts + batch, batch * most)
+    of = parts, most, reads
     if of not in known:
         memory = torch.empty(2 + batch + items, dtype=torch.int32, device=lengths.device)
         n = 1024 if is_interpreted() else 64
@@ -144,7 +146,8 @@ class Workspace:
     fixed: a captured graph keeps the address that it saw."""
 
     def __init__(self, device, floats: int = 0, fixed: bool = False):
-        self.memory, self.fixed = torch.empty(floats, dtype=torch.float32, device=device), fixed
+        self.memory = torch.empty(floats, dtype=torch.float32, device=device)
+        self.fixed = fixed
 
     def take(self, *sizes: int) -> list:
         """Parts with so many numbers each, one after another; what they held is gone. Raises

@@ -48,7 +48,8 @@ def by_layer(
     named twice."""
     n_layers = checks.whole(n_layers, "n_layers", 1)
     checks.instance(special, "special", dict)
-    recipes, seen = [as_recipe(base)] * n_layers, {}
+    recipes = [as_recipe(base)] * n_layers
+    seen = {}
     for layer, recipe in special.items():
         layer = checks.whole(layer, "layer", -n_layers, n_layers - 1)
         if layer % n_layers in seen:

@@ -254,7 +254,9 @@ class ScalarCode(Code):
         codebook,  # a Codebook, a MixedCodebook, or anything with encode, decode and to
         channel_bits: tuple,  # d integers
     ):
-        self.codebook, self.channel_bits, self.d = codebook, channel_bits, len(channel_bits)
+        self.codebook = codebook
+        self.channel_bits = channel_bits
+        self.d = len(channel_bits)
 
     def __repr__(self):
         return f"{type(self).__name__}({self.codebook})"
@@ -320,7 +322,8 @@ class ScalarCode(Code):
             _, edges, levels = self._arrays[0]
             codes = edges.searchsorted(u)
             return codes, levels.take(codes)
-        codes, out = np.empty(u.shape, np.intp), np.empty_like(u)
+        codes = np.empty(u.shape, np.intp)
+        out = np.empty_like(u)
         for channels, edges, levels in self._arrays:
             part = edges.searchsorted(u[:, channels])
             codes[:, channels], out[:, channels] = part, levels.take(part)
@@ -347,7 +350,9 @@ class HeadCodes(Code):
     "A code for every head, all with the same bits."
 
     def __init__(self, heads: tuple):
-        self.heads, self.d, self.channel_bits = heads, heads[0].d, heads[0].channel_bits
+        self.heads = heads
+        self.d = heads[0].d
+        self.channel_bits = heads[0].channel_bits
         if len({(code.d, code.channel_bits, code.extras) for code in heads}) > 1:
             raise ValueError("codes of heads must have the same size, bits and extras")
         self.extras = heads[0].extras
@@ -534,7 +539,8 @@ def _encode_block(q: Quantizer, y: Tensor):
     else:
         codes = q.code.encode(u)
         level = q.code.levels(codes) if q.spec.scale != "norm" else y
-        dot, square = (y * level).sum(-1), torch.linalg.vector_norm(level, dim=-1).square()
+        dot = (y * level).sum(-1)
+        square = torch.linalg.vector_norm(level, dim=-1).square()
     scale = unit
     if q.spec.scale != "norm":
         top, bottom = (dot, square) if q.spec.scale == "mse" else (power, dot)
@@ -549,7 +555,8 @@ def code_rows(
     block: int | None = None,  # vectors at a time
 ) -> tuple:  # (codes [..., d], fp32 scale [...])
     "Codes and scales of vectors [..., d], whatever they hold."
-    lead, block = x.shape[:-1], block or (4096 if x.device.type == "cpu" else 1 << 16)
+    lead = x.shape[:-1]
+    block = block or (4096 if x.device.type == "cpu" else 1 << 16)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(lead, dtype=torch.float32, device=x.device)
     for at in _blocks(lead, block):
@@ -563,7 +570,8 @@ def residual_rows(
 ) -> dict:
     """What the code keeps of the errors of vectors, coded with the scales as stored: bits
     [..., m] uint8 and fp32 numbers [...] by name."""
-    lead, out = x.shape[:-1], {}
+    lead = x.shape[:-1]
+    out = {}
     for name, bits, _ in q.code.extras:
         shape, kind = ((*lead, bits), torch.uint8) if bits else (lead, torch.float32)
         out[name] = torch.empty(shape, dtype=kind, device=x.device)
@@ -592,7 +600,8 @@ def encode(
     coded = Coded(codes, _store_scale(scale, q.scale_dtype, name))
     if not q.code.extras:
         return coded
-    kept, what = residual_rows(q, x, mean, coded, block or 4096), f"the residual of {name}"
+    kept = residual_rows(q, x, mean, coded, block or 4096)
+    what = f"the residual of {name}"
     for extra in q.code.extras:
         if not extra.bits:
             kept[extra.name] = _store_scale(kept[extra.name], q.scale_dtype, what)
@@ -636,7 +645,8 @@ def decided(
     gamma = lambda n: n * 2.0**-24 / (1 - n * 2.0**-24)
     x = x.double() if mean is None else x.double() - mean.double()
     matrix = q.rotation.matrix.double()
-    y, e = x @ matrix.mT, gamma(q.d + 2) * (x.abs() @ matrix.abs().mT)
+    y = x @ matrix.mT
+    e = gamma(q.d + 2) * (x.abs() @ matrix.abs().mT)
     power = y.square().sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     eta = ((y.abs() * e).sum(-1, keepdim=True) + e.square().sum(-1, keepdim=True) / 2) / power
     unit = (power / q.d).sqrt()

@@ -142,7 +142,8 @@ def preset(
     ("-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     key = Spec(bits=k, center="auto", pair_scale="auto")
-    value, recent = Spec(bits=v), 16 if min(k, v) > 2 else 64
+    value = Spec(bits=v)
+    recent = 16 if min(k, v) > 2 else 64
     if name.endswith("-trellis"):
         key = replace(key, codebook="trellis")
         value = replace(value, codebook="trellis")

@@ -37,8 +37,10 @@ def sign_gain(
     checks.instance(codebook, "codebook", Codebook)
     if codebook.law == "samples":
         raise ValueError("codebook must be under a known law, got one fitted to samples")
-    y, edges = codebook.levels64, codebook.edges.double().cpu().numpy()
-    lo, hi = np.append(-np.inf, edges), np.append(edges, np.inf)
+    y = codebook.levels64
+    edges = codebook.edges.double().cpu().numpy()
+    lo = np.append(-np.inf, edges)
+    hi = np.append(edges, np.inf)
     below, above = partial_moments(lo, y, codebook.dim), partial_moments(y, hi, codebook.dim)
     size = y * below[0] - below[1] + above[1] - y * above[0]
     return float(size.sum()) ** 2

@@ -42,8 +42,11 @@ class TrellisCode(Code):
         # another device
         tables: tuple | None = None,
     ):
-        self.trellis, self.d, self.channel_bits = trellis, d, (trellis.bits,) * d
-        bits, place = lane_order(d), torch.arange(d)
+        self.trellis = trellis
+        self.d = d
+        self.channel_bits = (trellis.bits,) * d
+        bits = lane_order(d)
+        place = torch.arange(d)
         at = sum((place >> (len(bits) - 1 - i) & 1) << bit for i, bit in enumerate(bits))
         order = at if bits else place
         self.tables = tables or (trellis.table, trellis.index, order, order.argsort())

@@ -71,7 +71,8 @@ def serving_recipe(
         ).items()
         if x is not None
     }
-    recipe, reasons = replace(recipe, **given), []
+    recipe = replace(recipe, **given)
+    reasons = []
     if recipe.sinks and not recipe.recent:
         reasons.append(
             f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in "
@@ -217,7 +218,9 @@ class ServingConfig:
         self, d_key: int, d_value: int | None = None
     ) -> int:  # d_value: d_key if None
         "Of one KV head in one layer. Raises ValueError for head sizes that cells do not hold."
-        key, value, d_value = self.recipe.key, self.recipe.value, d_value or d_key
+        key = self.recipe.key
+        value = self.recipe.value
+        d_value = d_value or d_key
         for name, spec, d in (("keys", key, d_key), ("values", value, d_value)):
             if why := _code_reason(spec, d):
                 raise ValueError(f"{name} cannot be served: {why}")
@@ -315,7 +318,8 @@ class Step:
     ) -> "Step":
         """host_lengths, host_starts: the numbers of `lengths` and `starts`, of requests that do
         not decode at least, where the host can read them."""
-        chunks, short = [], {}
+        chunks = []
+        short = {}
         for i in range(decodes, len(host_lengths)):
             first, last = host_starts[i], host_starts[i + 1]
             past = host_lengths[i] - (last - first)
@@ -347,7 +351,9 @@ def dense(
     softcap: float | None = None,
 ) -> tuple:  # (output [T, Hq, d_value], log-sum-exp [T, Hq])
     "What is asked of an engine's own attention kernel, in PyTorch."
-    outs, lses, (starts_q, starts_k, causal, left) = [], [], seen
+    outs = []
+    lses = []
+    starts_q, starts_k, causal, left = seen
     window = None if left is None else left + 1
     rule = dict(causal=causal, sliding_window=window, softcap=softcap)
     for a, b, c, e in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
@@ -447,7 +453,8 @@ class CodedAttention:
         for tokens in sorted(counts):
             for slots in nobody:
                 append_cells(cache, self.plan, *sides(tokens), slots((tokens,)))
-        one, near = torch.ones(1, dtype=torch.int32, device=device), None
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        near = None
         if recent:  # one block, at the distance of the engine's
             room = (page_tokens or n) * cell.bytes_per_token
             block = block or recent_block(room, dk + dv, dtype.itemsize, sinks)
@@ -501,7 +508,8 @@ class CodedAttention:
     ) -> None:
         """Attention of a step, right after it was stored. Raises ValueError for exact first
         tokens in a layer with a sliding window."""
-        recent, window = memory.recent, self.rule.sliding_window
+        recent = memory.recent
+        window = self.rule.sliding_window
         if recent is not None and recent.sinks and window is not None:
             raise ValueError(
                 f"exact first tokens with a sliding window are not served, got {recent.sinks} "
@@ -511,7 +519,8 @@ class CodedAttention:
             self._by_oracle(states.rows(slice(step.tokens)), out[: step.tokens], memory, step)
             return
         if n := step.decodes:
-            rows, requests = slice(n * step.each), Requests(step.table[:n], step.lengths[:n])
+            rows = slice(n * step.each)
+            requests = Requests(step.table[:n], step.lengths[:n])
             work = step.work.setdefault("decodes", {})
             self._decode(states.rows(rows), out[rows], requests, memory, work, early=True)
         for i, group in enumerate(step.groups):
@@ -525,7 +534,8 @@ class CodedAttention:
             self._attend_chunks(run, states, out, memory, step)
 
     def _by_oracle(self, states: States, out: Tensor, memory: LayerMemory, step: Step) -> None:
-        requests, exact = Requests(step.table, step.lengths), Exact(*states[1:], memory.recent)
+        requests = Requests(step.table, step.lengths)
+        exact = Exact(*states[1:], memory.recent)
         of = memory.cache, self.codes, requests, step.starts, exact, self.rule
         out.copy_(attend_cells(states.q, *of)[0])
 
@@ -552,7 +562,9 @@ class CodedAttention:
     def _attend_chunks(self, run: list, states: States, out, memory, step) -> None:
         "Chunks of a run: what they read exactly, then their past."
         window, softcap = self.rule.sliding_window, self.rule.softcap
-        first, last, recent = run[0].first, run[-1].last, memory.recent
+        first = run[0].first
+        last = run[-1].last
+        recent = memory.recent
         starts = [c.first - first for c in run] + [last - first]
         q, k, v = states.rows(slice(first, last))
         keys, values, ends = self._exact(run, k, v, starts, recent, step)
@@ -560,9 +572,11 @@ class CodedAttention:
         own, lse = self.flash(q, keys, values, seen, self.rule.scaling, softcap)
         out[first:last] = own
         for c in run:
-            begin, coded = 0, c.past
+            begin = 0
+            coded = c.past
             if recent is not None:
-                begin, coded = recent.sinks, c.past - recent.tokens
+                begin = recent.sinks
+                coded = c.past - recent.tokens
             mine = slice(c.first - first, c.last - first)
             far = self._past(q[mine], c, step.table[c.request], (begin, coded), memory)
             if far is not None:
@@ -584,7 +598,9 @@ class CodedAttention:
         # layers with a sliding window share tables with others, but have no first tokens
         name = "exact", run[0].first, recent.table.data_ptr(), recent.sinks
         places = step.once(name, lambda: recent.places([(c.request, c.past) for c in run]))
-        keys, values, ends = [], [], [0]
+        keys = []
+        values = []
+        ends = [0]
         for found, a, b in zip(recent.read(places, k.shape[2]), starts, starts[1:]):
             (first, near), own = found, (k[a:b], v[a:b])
             for side, x in zip((keys, values), zip(first, near, own)):
@@ -596,9 +612,12 @@ class CodedAttention:
         self, q: Tensor, c: Chunk, table: Tensor, coded: tuple, memory: LayerMemory
     ) -> tuple | None:  # (output, still rotated, log-sum-exp); None: nothing is seen
         "A chunk's attention to the tokens from coded[0] to coded[1], whose codes are read."
-        rule, (k, v), n = self.rule, memory.past, self.codes.cell.tokens
+        rule = self.rule
+        k, v = memory.past
+        n = self.codes.cell.tokens
         scaling, window, softcap = rule.scaling, rule.sliding_window, rule.softcap
-        far, (first, last) = None, coded
+        far = None
+        first, last = coded
         oldest = (
             0 if window is None else max(0, c.past - window + 1) // n * n
         )  # what the first query sees begins here or later
@@ -607,7 +626,8 @@ class CodedAttention:
         rotated, q_factor = self._rotated(q)
         for begin in range(oldest, last, len(k)):
             tokens = min(len(k), last - begin)
-            seeing, left = c.tokens, None
+            seeing = c.tokens
+            left = None
             if window is not None:  # later queries see none of this piece
                 seeing = min(c.tokens, begin + tokens - c.past + window - 1)
                 left = begin + tokens - c.past + window - 1 - seeing
@@ -714,7 +734,8 @@ def layer_reasons(
     alibi_slopes=None, attn_type="decoder", kv_cache_dtype="auto", fast_prefill=False, other=()
 ) -> list:
     "Why a layer is not served, one reason for each thing; empty if it is."
-    other_kind, latent = attn_type != "decoder", "kv_lora_rank" in other
+    other_kind = attn_type != "decoder"
+    latent = "kv_lora_rank" in other
     reasons = {
         "ALiBi": alibi_slopes is not None,
         f"attention of kind {attn_type!r}: a cache of codes is for decoders": other_kind,
@@ -790,7 +811,8 @@ def connector_reasons(
     must have the same recipe and weights."""
     if transfer is None:
         return []
-    name, extra = transfer.kv_connector, transfer.kv_connector_extra_config or {}
+    name = transfer.kv_connector
+    extra = transfer.kv_connector_extra_config or {}
     if name != "OffloadingConnector":
         return [
             f"kv_connector={name!r}: 'OffloadingConnector' alone is known to copy whole pages"

@@ -51,7 +51,8 @@ def coordinate_pdf(
 ) -> np.ndarray:  # fp64, same shape
     """Density of one coordinate of a uniform unit vector in R^d. Zero outside [-1, 1]. Source:
     TurboQuant, Lemma 1."""
-    t, d = np.asarray(t, np.float64), checks.whole(d, "d", 2)
+    t = np.asarray(t, np.float64)
+    d = checks.whole(d, "d", 2)
     with np.errstate(divide="ignore"):
         f = np.exp(_log_c(d)) * np.clip((1 - t) * (1 + t), 0, None) ** ((d - 3) / 2)
     return np.where(np.abs(t) <= 1, f, np.where(np.isnan(t), np.nan, 0.0))
@@ -85,7 +86,8 @@ def coordinate_cdf(
 ) -> np.ndarray:  # fp64, same shape
     """P(coordinate <= t) for a uniform unit vector in R^d, through the regularised incomplete
     beta function."""
-    t, d = np.asarray(t, np.float64), checks.whole(d, "d", 2)
+    t = np.asarray(t, np.float64)
+    d = checks.whole(d, "d", 2)
     upper, _ = _tail(np.abs(t) * math.sqrt(d), d)
     return np.where(t < 0, upper, 1 - upper)
 
@@ -96,7 +98,9 @@ def partial_moments(
     d: int | None = None,  # None: N(0,1); otherwise the sphere law of dimension d
 ) -> tuple:  # (m0, m1, m2), fp64: ∫f, ∫x f, ∫x² f over [lo, hi]
     "Closed-form partial moments of the law at unit variance."
-    d, lo, hi = _dim(d), np.asarray(lo, np.float64), np.asarray(hi, np.float64)
+    d = _dim(d)
+    lo = np.asarray(lo, np.float64)
+    hi = np.asarray(hi, np.float64)
     end = 40.0 if d is None else math.sqrt(d)
 
     def above(a):  # the three moments over [a, end]
@@ -295,12 +299,14 @@ def _from_half(y, bits, law, d):
 @lru_cache(maxsize=None)
 def _solve(bits, d):
     "Newton's method with step halving, until the steps stop shrinking at rounding level."
-    y, last = _start(bits, d), math.inf
+    y = _start(bits, d)
+    last = math.inf
     for _ in range(100):
         step, mse = _step(y, d), _mse_at(y, d)
         while _mse_at(y + step, d) > mse + 1e-14:
             step = step / 2
-        y, size = y + step, np.abs(step).max()
+        y = y + step
+        size = np.abs(step).max()
         if size < 1e-14 * y[-1] or (size < 1e-6 and size > last / 2):
             break
         last = size
@@ -341,7 +347,8 @@ def high_rate_mse(
 @lru_cache(maxsize=None)
 def _uniform(bits, d):
     k = np.arange(2 ** (bits - 1)) + 0.5
-    lo, hi = 0.0, (8.0 if d is None else min(8.0, math.sqrt(d))) / k[-1]
+    lo = 0.0
+    hi = (8.0 if d is None else min(8.0, math.sqrt(d))) / k[-1]
     for _ in range(60):
         step = (lo + hi) / 2
         _, m0, m1 = _half_moments(k * step, d)
@@ -365,7 +372,8 @@ def from_levels(
     """The code of given levels: a value goes to the nearest. TypeError/ValueError for levels
     that are not such a table."""
     checks.finite(checks.floats(levels, "levels"), "levels")
-    y, bits = levels.detach().cpu().double().numpy(), max(0, levels.numel()).bit_length() - 1
+    y = levels.detach().cpu().double().numpy()
+    bits = max(0, levels.numel()).bit_length() - 1
     if y.ndim != 1 or len(y) != 2**bits:
         raise ValueError(f"levels must be [2**bits], got {tuple(levels.shape)}")
     if (np.diff(y) <= 0).any() or np.abs(y + y[::-1]).max() > 1e-6 * y[-1]:
@@ -421,7 +429,8 @@ def _best_cut(sums, k):
     cost = np.full(m0.shape, np.inf)
     i, j = np.triu_indices(len(cost), 1)
     cost[i, j] = m2[i, j] - m1[i, j] ** 2 / m0[i, j]
-    best, back = cost[0], []
+    best = cost[0]
+    back = []
     for _ in range(k - 1):
         total = best[:, None] + cost
         back.append(total.argmin(0))
@@ -454,7 +463,8 @@ def lloyd_max_samples(
     """Lloyd-Max levels of given samples. ValueError for fewer distinct values than levels.
     Source: Lloyd 1982, method I."""
     bits = _bits(bits)
-    k, (x, w) = 2**bits, _distinct(samples, weights)
+    k = 2**bits
+    x, w = _distinct(samples, weights)
     if len(x) < k:
         raise ValueError(
             f"samples must hold at least {k} distinct values of positive weight for {bits} "
@@ -518,7 +528,8 @@ def _int8_grid(cb):
 def _to_int8_grid(cb):
     """`Codebook.to_int8_grid`: levels and distortion from the int8 grid, its step rounded to
     fp32."""
-    n, step = cb.int8().levels, float(np.float32(cb.int8().step))
+    n = cb.int8().levels
+    step = float(np.float32(cb.int8().step))
     y = step * n.double().cpu().numpy()  # exact: 24 bits times 7 bits
     if not (np.diff(y) > 0).all():
         raise ValueError(

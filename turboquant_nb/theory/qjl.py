@@ -122,7 +122,8 @@ _VARIANCE["orthogonal"] = _orthogonal_variance
 # %% ../../nbs/13_qjl.ipynb #9e4c4d79
 def _hadamard_block(d: int, generator: torch.Generator) -> Tensor:
     "[d, d] float64: randomised Hadamard rows of length E‖g‖, in random order."
-    p, R = block_order(d), torch.eye(d, dtype=torch.float64, device="cpu")
+    p = block_order(d)
+    R = torch.eye(d, dtype=torch.float64, device="cpu")
     for start in (0, d - p)[: 1 + (p < d)]:  # two overlapping blocks where d has no such matrix
         signs = torch.randint(0, 2, (p,), generator=generator, device="cpu").double() * 2 - 1
         R[start : start + p] = (hadamard_matrix(p) * signs / math.sqrt(p)) @ R[
@@ -260,7 +261,8 @@ def qjl_scores(
     orthogonal sketch. TypeError/ValueError for a bad dtype, shape, device or value, and for
     scores above the range of float32. Source: Zandieh et al. 2024 (QJL), Definition 3.1."""
     _check_sketch(S)
-    q, m = _check_vectors(q, S, "q", "n"), len(S)
+    q = _check_vectors(q, S, "q", "n")
+    m = len(S)
     _check_packed(packed, m, "T")
     checks.device(packed, "packed", S.device, "the sketch")
     _check_norm(norm, packed.shape[:-1], S)
@@ -285,7 +287,8 @@ def qjl_decode(
     """The vector whose inner product with any q is the estimate: unbiased, and far from r.
     TypeError/ValueError for a bad dtype, shape, device or value."""
     _check_sketch(S)
-    m, width = len(S), -(-len(S) // 8)
+    m = len(S)
+    width = -(-len(S) // 8)
     checks.dtype(signs, "signs", torch.uint8)
     if signs.ndim < 1 or signs.shape[-1] not in (width, m):
         shape = f"[..., {width}] packed or [..., {m}] as bits"

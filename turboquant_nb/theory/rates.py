@@ -234,7 +234,8 @@ def allocate_bits(
     least, most = (b * sum(sizes) for b in (bits[0], bits[-1]))
     if not least <= budget <= most:
         raise ValueError(f"budget must be from {least} to {most}, got {budget}")
-    at, left = [0] * len(curves), budget - least
+    at = [0] * len(curves)
+    left = budget - least
 
     def best_step(
         i: int,
@@ -251,7 +252,8 @@ def allocate_bits(
         _, i, to = heapq.heappop(heap)
         cost = (bits[to] - bits[at[i]]) * sizes[i]
         if cost <= left:  # else it no longer fits: look for a shorter one
-            left, at[i] = left - cost, to
+            left = left - cost
+            at[i] = to
         for step in best_step(i):
             heapq.heappush(heap, step)
     return [bits[j] for j in at]
@@ -348,15 +350,14 @@ def entropy_decode(
 def _merge(book: Codebook, planes: int) -> Codebook:
     "Merge runs of 2**planes cells; each run reads as its conditional mean."
     runs = lambda a: a.reshape(-1, 2**planes)
-    probs, first = runs(book.probs).sum(1), runs(book.probs * book.means).sum(1)
+    probs = runs(book.probs).sum(1)
+    first = runs(book.probs * book.means).sum(1)
     y = np.divide(first, probs, out=runs(book.levels64).mean(1), where=probs > 0)
     power = (
         book.mse + (book.probs * book.levels64 * (2 * book.means - book.levels64)).sum()
     )  # E x²
-    mse, edges = (
-        float(power - (probs * y**2).sum()),
-        book.edges[2**planes - 1 :: 2**planes].clone(),
-    )
+    mse = float(power - (probs * y**2).sum())
+    edges = book.edges[2**planes - 1 :: 2**planes].clone()
     levels = torch.tensor(y, dtype=torch.float32, device=edges.device)
     new = {
         "levels": levels,

@@ -143,7 +143,8 @@ def hadamard(
     """Randomised Hadamard H·diag(±1)/√d where H exists, two overlapping blocks of it otherwise.
     Source: Ailon & Chazelle 2006."""
     d, seed = checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
-    p, generator = block_order(d), _generator("hadamard", seed)
+    p = block_order(d)
+    generator = _generator("hadamard", seed)
     signs = lambda: (
         torch.randint(0, 2, (p,), generator=generator, device="cpu").double() * 2 - 1
     )
@@ -327,8 +328,10 @@ def fwht(
         raise ValueError(
             f"x must have a power of two as last dimension, got shape {tuple(x.shape)}"
         )
-    y, h = x.to(torch.float32, copy=True), 1
+    y = x.to(torch.float32, copy=True)
+    h = 1
     while h < d:
         a, b = y.unflatten(-1, (d // (2 * h), 2, h)).unbind(-2)
-        y, h = torch.stack((a + b, a - b), -2).flatten(-3), 2 * h
+        y = torch.stack((a + b, a - b), -2).flatten(-3)
+        h = 2 * h
     return y / math.sqrt(d)
