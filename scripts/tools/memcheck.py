@@ -131,7 +131,7 @@ def store_case(case):
             q, store, *x, kernel=kernel_here(name), recent=2
         )  # drafts, each with two exact tokens of its own
         assert out.isfinite().all()
-    tables = launch._plan_of(store).tables
+    tables = launch.store_plan(store).tables
     if not blocks.refuses(store, tables):
         assert all(
             x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7)

@@ -12,7 +12,7 @@ import torch
 
 from .. import checks
 from .clock import HostClock, clock_of
-from .exact import _plain
+from .exact import without_autograd
 from .memory import Memory
 from .store import KVStore, _rewind
 from ..files import Saved
@@ -120,7 +120,7 @@ def _frame_in(tensors: dict, r: Recipe) -> LayerFrame:
     return LayerFrame(**{"mean" if r.key.centre.rotates else "fixed": mean}, pair=pair)
 
 
-@_plain
+@without_autograd
 def store_of(
     tensors: dict,
     header: dict,

@@ -22,7 +22,15 @@ from turboquant_nb.cache.append import (
     replace_tiles,
 )
 from .clock import DeviceClock, HostClock, check_states, flags_of
-from .exact import Ranges, Tail, _NewExact, _plain, clear, commit, ring_slots
+from turboquant_nb.cache.exact import (
+    ExactUpdate,
+    Ranges,
+    Tail,
+    clear,
+    commit,
+    ring_slots,
+    without_autograd,
+)
 from .memory import Part, placed
 from .packing import TILE
 from ..quant.calibration import LayerFrame
@@ -36,7 +44,7 @@ class KVStore:
     """Codes of the keys and values of one layer, with exact sinks and recent tokens. Every
     token is coded when it arrives. Positions count from the first token ever appended."""
 
-    @_plain
+    @without_autograd
     def __init__(
         self,
         recipe: Recipe | str,
@@ -324,7 +332,7 @@ def _code_again(store, start, end, k, v) -> None:
 
 
 @patch
-@_plain
+@without_autograd
 def set_range(
     self: KVStore, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None
 ):
@@ -352,7 +360,7 @@ def set_range(
         _exchange(self, (), self.start, end)
 
 # %% ../../nbs/31_store.ipynb #6ef67c17
-@_plain
+@without_autograd
 def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
     "Every tensor with a row for each sequence becomes f of it, once all of these are made."
     parts = [p.having({name: f(t) for name, t in p.tensors.items()}) for p in store.parts]
@@ -401,7 +409,7 @@ def repeat(self: KVStore, times: int) -> None:
     rearrange(self, lambda x: x.repeat_interleave(times, 0), self.batch * times)
 
 # %% ../../nbs/31_store.ipynb #7449ddf7
-@_plain
+@without_autograd
 def tail_with(store: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
     """Before an append of k and v, in the frame like what it gives: the recent tokens in order,
     then these. Raises as `append`."""
@@ -419,11 +427,11 @@ def _ring_of(store, tail: Tail) -> list:
     n = min(tail.end - tail.first, recent)
     slots = ring_slots((tail.end - n) % max(recent, 1), n, recent, store.device)
     states = (x[:, :, x.shape[2] - n :].to(store.device) for x in (tail.key, tail.value))
-    return [_NewExact(slots, x, None) for x in states]
+    return [ExactUpdate(slots, x, None) for x in states]
 
 
 @patch
-@_plain
+@without_autograd
 def crop(
     self: KVStore,
     tokens: int,
@@ -461,7 +469,7 @@ def crop(
     return left
 
 # %% ../../nbs/31_store.ipynb #74f68490
-@_plain
+@without_autograd
 def _crop_together(
     stores: list,  # of a cache's layers
     tokens: int,  # that all of them forget
@@ -507,7 +515,7 @@ def _crop_together(
 
 # %% ../../nbs/31_store.ipynb #caf5913a
 @patch
-@_plain
+@without_autograd
 def evict(self: KVStore, before: int) -> None:
     """Free whole tiles of positions below `before`, which nothing attends to any more (sliding
     windows)."""
@@ -523,7 +531,7 @@ def evict(self: KVStore, before: int) -> None:
 
 
 @patch
-@_plain
+@without_autograd
 def to(self: KVStore, device) -> None:
     "Move everything to a device (offloading). Codes stay as they are."
     device = torch.zeros(0, device=device).device
@@ -537,7 +545,7 @@ def to(self: KVStore, device) -> None:
 
 # %% ../../nbs/31_store.ipynb #30c51f3c
 @patch
-@_plain
+@without_autograd
 def decay(self: KVStore, before: int) -> None:
     """Drop the last plane of codes of 3 or 4 bits in whole tiles of positions below `before`.
     Raises ValueError where that is not possible."""

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from ..hf.frame import SKIP, check_ids, find_frame, provenance, rope_frequencies
 from ..hf.hooks import Attend, AttentionCall, hooked
 from ..quant.calibration import Calibration, LayerFrame
-from ..theory.rotation import _no_autocast
+from ..theory.rotation import without_autocast
 from ..theory.rope import apply_cos_sin
 from ..theory.centre import shared_cos_sin
 from ..theory.transforms import Moments, coding_gain, fit_head_transform
@@ -82,7 +82,7 @@ def observing(
     "A hook: exact attention over the keys and values that an observer gives back."
 
     def attend(call: AttentionCall) -> Tensor:
-        with _no_autocast(call.key.device):
+        with without_autocast(call.key.device):
             key, value = observe(call)
         return exact_attention(call._replace(key=key, value=value))
 

@@ -134,7 +134,7 @@ def read_config(model: str):
     without its weights. Raises OSError, KeyError or ValueError where none can be read."""
     if model == "embedded":
         return transformers.LlamaConfig(**_EMBEDDED)
-    where, file, _ = models._resolve(model)
+    where, file, _ = models.locate_model(model)
     with hushed():
         if file is None:
             return transformers.AutoConfig.from_pretrained(where)
@@ -167,8 +167,8 @@ def tokenizer_of(model: str):
 def _read_tokenizer(model: str):
     with hushed():
         if model == "embedded":
-            model = models._dense_copy(models.cache_dir() / models.SMOLLM2.member)
-        where, file, _ = models._resolve(model)
+            model = models.float32_copy(models.cache_dir() / models.SMOLLM2.member)
+        where, file, _ = models.locate_model(model)
         how = {} if file is None else {"gguf_file": file}
         return transformers.AutoTokenizer.from_pretrained(where, **how)
 

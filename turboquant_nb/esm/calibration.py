@@ -21,8 +21,8 @@ from turboquant_nb.esm.transform import (
     CodeStatistics,
     TransformCode,
     TransformRecipe,
-    _positions,
     as_transform,
+    first_positions,
     fit_code,
 )
 
@@ -61,7 +61,7 @@ def _key_mean(turbo, sequences, inv_freq) -> Tensor:  # [L, H, d] fp64
     def take(layer, q, k, v, real, visible):
         nonlocal n
         x = apply_cos_sin(
-            k.float(), cos_sin_table(-_positions(k), inv_freq)[:, None]
+            k.float(), cos_sin_table(-first_positions(k), inv_freq)[:, None]
         ).transpose(1, 2)[real]
         total[layer] += x.sum(0).double().cpu()
         n += len(x) * (layer == 0)

@@ -22,9 +22,9 @@ from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
     SideCode,
     TransformCode,
-    _positions,
     decode_states,
     energy_beyond,
+    first_positions,
     look_up,
     pack_channels,
     restore_states,
@@ -493,7 +493,7 @@ def recoded(
         return store.read()
     out = []
     far = False
-    positions = _positions(k)
+    positions = first_positions(k)
     for side, x in zip(code.sides, (k, v)):
         packed, over = coded(side, x[None], positions, layer, code.recipe.outliers)
         far = far | over

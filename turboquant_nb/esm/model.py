@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .. import checks
-from .checkpoints import _transformers, tokens
+from .checkpoints import import_transformers, tokens
 from turboquant_nb.esm.codes import (
     FramedRecipe,
     check_recodable,
@@ -32,7 +32,7 @@ from ..quant.layer_info import read_facts
 from ..quant.recipe import as_recipe
 from .transform import TransformCode, attention_weights
 
-_transformers()  # says which extra installs it
+import_transformers()  # says which extra installs it
 from ..hf.hooks import Ask, hooked
 from transformers.models.esm.modeling_esm import EsmModel
 
@@ -196,13 +196,13 @@ class TurboEsm:
         states. `mask` [B, T] is 1 for tokens, then 0 for padding. Drops an earlier past; raises
         ValueError for another mask, or more tokens than max_length."""
         start = _padding(ids, mask)
-        self._check_room(ids.shape[1])
+        self.check_room(ids.shape[1])
         self.past = None
-        self.past, out = self._read(ids, start, mask)
+        self.past, out = self.read_past(ids, start, mask)
         self.masked = (ids == self.base.config.mask_token_id).sum(1)
         return out
 
-    def _check_room(self, n: int) -> None:
+    def check_room(self, n: int) -> None:
         "ValueError where so many tokens are more than max_length."
         if self.max_length is not None and n > self.max_length:
             raise ValueError(f"max_length is {self.max_length}: cannot hold {n} tokens")
@@ -217,7 +217,7 @@ class TurboEsm:
                 stacklevel=2,
             )
 
-    def _read(
+    def read_past(
         self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False
     ) -> tuple:
         "A past that holds these sequences, and the output of the pass that filled it."
@@ -264,7 +264,7 @@ class TurboEsm:
         """What `report` would say is held of one sequence of so many tokens, read at once;
         nothing is read. None where the sequence decides, by its outlier tokens. ValueError for
         more than max_length."""
-        self._check_room(checks.whole(tokens, "tokens", 1))
+        self.check_room(checks.whole(tokens, "tokens", 1))
         return planned_nbytes(self.code, self.shape, tokens, self.base.dtype)
 
 # %% ../../nbs/73_esm_model.ipynb #7de99272
@@ -339,11 +339,11 @@ def rows(
     if low < 0 or high >= past.length - start:
         text = f"{past.length - start - 1}, got {low} to {high}"
         raise ValueError(f"at must be from 0 to {text}")
-    return self._rows(past, ids, at, start, block)
+    return self.past_rows(past, ids, at, start, block)
 
 
 @patch
-def _rows(
+def past_rows(
     self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, block: int = 1024
 ) -> EsmOutput:
     "`rows` of a past that is given, positions unchecked: no number is read from the device."

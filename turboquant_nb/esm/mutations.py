@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .. import checks
 from turboquant_nb.esm.checkpoints import (
-    _INDEX,
     CLS,
     EOS,
     MASK,
     RESIDUES,
     TOKENS,
+    TOKEN_INDEX,
     batches,
     tokens,
 )
@@ -34,7 +34,7 @@ from ..hf.graphs import CudaGraph
 # %% ../../nbs/75_esm_mutations.ipynb #a172749a
 def _log_odds(logits: Tensor, ids: Tensor) -> Tensor:  # [L, 20]
     "log p(residue) - log p(wild type) at each position."
-    columns = torch.tensor([_INDEX[x] for x in RESIDUES], device=logits.device)
+    columns = torch.tensor([TOKEN_INDEX[x] for x in RESIDUES], device=logits.device)
     logits = logits.float()
     return logits[:, columns] - logits.gather(1, ids[:, None])
 
@@ -113,7 +113,7 @@ class MaskedRows:
     def __init__(self, turbo: TurboEsm, length: int, graphs=CudaGraph):  # or a class like it
         _check_head(turbo, "frozen", ("frozen",))
         checks.whole(length, "length", 1)
-        turbo._check_room(length + 2)
+        turbo.check_room(length + 2)
         if why := why_not_captured(turbo.code):
             raise ValueError(f"this code cannot be captured in a graph: {why}")
         device = turbo.base.device
@@ -130,8 +130,8 @@ class MaskedRows:
         self.out = self.graph.capture(self._step, [self.ids])
 
     def _step(self) -> dict:
-        past, read = self.turbo._read(self.ids, self.start, captured=True)
-        logits = self.turbo._rows(past, self.mask, self.at).logits
+        past, read = self.turbo.read_past(self.ids, self.start, captured=True)
+        logits = self.turbo.past_rows(past, self.mask, self.at).logits
         return {"logits": logits, "finite": read.hidden.isfinite().all()}
 
     @torch.no_grad()
@@ -432,10 +432,10 @@ def design(
     checks.whole(n, "n", 1)
     checks.whole(sweeps, "sweeps", 1)
     checks.whole(length, "length", 1, turbo.base.config.max_position_embeddings - 4)
-    turbo._check_room(length + 2)
+    turbo.check_room(length + 2)
     rows = max(1, at_most // (length + 2))
     logits_of = lambda ids: torch.cat([_unmasked_pass(turbo, x) for x in ids.split(rows)])
-    letters = torch.tensor([_INDEX[x] for x in RESIDUES], device=turbo.base.device)
+    letters = torch.tensor([TOKEN_INDEX[x] for x in RESIDUES], device=turbo.base.device)
     about = (n, length), method, sweeps, (CLS, EOS), MASK, letters, seed
     ids = sampled(logits_of, *about)
     return ["".join(TOKENS[i] for i in row[1:-1]) for row in ids.tolist()]

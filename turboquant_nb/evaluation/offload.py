@@ -13,7 +13,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from .models import _embedded, _need, _quiet, _resolve
+from turboquant_nb.evaluation.models import (
+    import_extra,
+    locate_embedded,
+    locate_model,
+    quiet_loading,
+)
 from ..quant.layer_info import read_facts
 
 # %% ../../nbs/80b_offload.ipynb #0ff10a0c
@@ -124,10 +129,10 @@ def load_offloaded(
 ) -> tuple:  # (model in eval mode, tokenizer, Placement)
     """A model of which some layers wait elsewhere. Raises ValueError for what `place` refuses
     and for a GGUF file, ImportError without accelerate."""
-    _need("accelerate")
-    tf = _need("transformers")
+    import_extra("accelerate")
+    tf = import_extra("transformers")
     where, gguf_file, local = (
-        (*_embedded(progress, True), True) if name == "embedded" else _resolve(name)
+        (*locate_embedded(progress, True), True) if name == "embedded" else locate_model(name)
     )
     if gguf_file is not None:
         raise ValueError(
@@ -137,7 +142,7 @@ def load_offloaded(
     device = torch.device(device)
     if room is None and device.type == "cuda":
         room = _free(device) * 4 // 5
-    with _quiet(local):
+    with quiet_loading(local):
         config = tf.AutoConfig.from_pretrained(where)
         with torch.device("meta"):
             found = place(

@@ -17,7 +17,7 @@ from ..calibration.fit import observing
 from ..hf.hooks import hooked
 from .candidates import Candidate, as_candidate
 from .pairs import Pair, causal_mask, mixed_attention
-from .score import _PROTOCOLS, check_windows
+from .score import PROTOCOLS, check_windows
 from .score import paired, prefill, score
 from ..quant.recipe import Recipe, as_recipe
 
@@ -245,7 +245,7 @@ def table_cells(
     lines = [["cache", *["protocol"] * two, *(c[0].replace(",", " ") for c in columns)]]
     for r in rows:
         numbers = [format(r[key], form) if key in r else "–" for _, key, form in columns]
-        protocol = _PROTOCOLS.get(r.get("protocol"))
+        protocol = PROTOCOLS.get(r.get("protocol"))
         lines.append([r["cache"], *[protocol] * two, *numbers])
     return lines
 
@@ -282,7 +282,7 @@ def plot(
     lines = {}
     x, y, e, xlabel, ylabel = _AXES[kind]
     for r in rows:
-        label = _PROTOCOLS[r["protocol"]] if x == "bits" else r["cache"]
+        label = PROTOCOLS[r["protocol"]] if x == "bits" else r["cache"]
         if x != "bits" or r["cache"] != "uncompressed":
             lines.setdefault(label, []).append(r)
     for label, part in lines.items():

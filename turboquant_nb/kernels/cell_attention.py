@@ -16,34 +16,34 @@ from torch import Tensor
 from .. import checks
 from ..cache.attention import Rule
 from ..cache.pages import CellLayout, Exact, Requests
-from .cells import CellPlan, _check_int32, _dense
+from .cells import CellPlan, check_int32
 from turboquant_nb.kernels.decode import (
-    _add_splits,
-    _attend_exactly,
-    _levels,
-    _log_sum,
-    _planes,
-    _portable_cap,
-    _portable_kernel,
-    _scores,
+    add_splits,
+    attend_exactly,
+    cell_planes,
+    key_products,
+    log_sum,
+    portable_kernel,
+    read_levels,
+    soft_cap,
     tl,
     triton,
 )
 from turboquant_nb.kernels.decode_launch import (
-    is_interpreted,
+    dense_channels,
     padded_size,
     plain_queries,
     rotate,
 )
 from turboquant_nb.kernels.decode_mma import (
+    Form,
     FormSide,
-    _Form,
-    _decode_kernel,
     decode_form,
+    fragments_kernel,
     gl,
     packaged_config,
 )
-from .encode import device_properties
+from .encode import device_properties, is_interpreted
 from .launch import select_kernel
 from .launcher import Launcher
 from .work import Reads, WorkList, Workspace, count_splits, list_work
@@ -85,7 +85,7 @@ def _own_tokens(
         v = tl.load(CV + token * cvt + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
         s = tl.sum(q * k[None, :], 1)
         if CAPPED:
-            s = _portable_cap(s, cap_at)
+            s = soft_cap(s, cap_at)
         seen = (j <= i) & (length > 0)
         if SLIDING:
             seen = seen & (j > i - sliding_window)
@@ -152,8 +152,8 @@ def _recent_tokens(
         seen = there[None, :] & (i >= 0)[:, None]
         if SLIDING:
             seen = seen & (t[None, :] > (length - m + i - sliding_window)[:, None])
-        top, total, acc = _attend_exactly(
-            _scores(q, k), v, seen, top, total, acc, cap_at, CAPPED
+        top, total, acc = attend_exactly(
+            key_products(q, k), v, seen, top, total, acc, cap_at, CAPPED
         )
     return top, total, acc
 
@@ -309,10 +309,10 @@ def _join_kernel(
         place0 = (h * blocks + r // Q).to(tl.int64) * splits + begin
     if PDL:
         tl.extra.cuda.gdc_wait()
-    top, whole, near, far = _add_splits(
+    top, whole, near, far = add_splits(
         PARTS, LSE_PARTS, place0, used, r, ok, top, whole, near, DV, DVP, Q, R, SB
     )
-    norm, lse = _log_sum(top, whole)
+    norm, lse = log_sum(top, whole)
     if LEARNT:  # one more score, of nothing
         logit = tl.load(LOGITS + head, mask=ok, other=0.0).to(tl.float32)
         most = tl.maximum(lse, logit)
@@ -330,14 +330,14 @@ def _join_kernel(
 @lru_cache(maxsize=64)
 def _cell_form(
     cell: CellLayout, rows: int, key: tuple, value: tuple, chains: tuple = ((), ())
-) -> _Form:
+) -> Form:
     """What the kernel is compiled for. key, value: offsets of three planes and of scales;
     chains: of `CodeTables`. One object per set of arguments."""
     sizes = (cell.d_key, cell.key_bits), (cell.d_value, cell.value_bits)
     sides = [FormSide(*size, chain) for size, chain in zip(sizes, chains)]
     form = decode_form(*sides, rows, cell.tokens)
     names = [*(f"{s}{n}" for s in "KV" for n in ("0", "1", "2", "S"))]
-    return _Form(
+    return Form(
         **vars(form), **{f"AT_{n}": gl.constexpr(x) for n, x in zip(names, (*key, *value))}
     )
 
@@ -362,8 +362,8 @@ class CellCall(NamedTuple):
 def _check_decode(call: CellCall) -> tuple:
     "Sizes (B, m, Hq, H). Raises TypeError/ValueError for tensors that do not fit."
     q, cache, plan, (table, lengths), (k, v, recent), _ = call
-    _check_int32(2, table=table)
-    _check_int32(1, lengths=lengths)
+    check_int32(2, table=table)
+    check_int32(1, lengths=lengths)
     batch = len(lengths)
     heads = cache.shape[1]
     cell = plan.cell
@@ -459,7 +459,7 @@ class Way(NamedTuple):
 
 _JOIN, _PORTABLE, _FRAGMENTS = (
     frozenset(getattr(kernel, "arg_names", ()))
-    for kernel in (_join_kernel, _portable_kernel, _decode_kernel)
+    for kernel in (_join_kernel, portable_kernel, fragments_kernel)
 )
 
 
@@ -561,7 +561,7 @@ def _launch_portable(call: CellCall, way: Way, cut: _Cut, named: dict, early: bo
     shift = plain[..., 0] * 0
     if plan.center is not None:  # every score of codes gets the same
         shift = rotate(plain, plan.center[..., None])
-    _portable_kernel[(cut.programs,)](
+    portable_kernel[(cut.programs,)](
         ROTATED=rotated,
         SHIFT=shift.contiguous(),
         TABLE=plan.tables.levels,
@@ -585,7 +585,7 @@ def _launch_fragments(call: CellCall, way: Way, cut: _Cut, named: dict, early: b
     absent = plan.tables.packed_lut
     arguments = cell_arguments(call, named)
     arguments |= dict.fromkeys(("NEAR", "FAR"), absent)
-    _decode_kernel[(cut.programs,)](
+    fragments_kernel[(cut.programs,)](
         ROTATED=left if fast_k else _rotated(call, cut.blocks * way.rows, named, 1.0)[1],
         RK_=plan.key.rotation.query_matrix,
         RV_=plan.value.rotation.matrix,
@@ -659,7 +659,7 @@ def decode_cells(
     (d, dv), (k, v, recent) = call.sizes, call.exact
     if rule.sinks is not None:
         checks.shape(rule.sinks, "sinks", query_heads)
-    q = _dense(q)
+    q = dense_channels(q)
     call = call._replace(q=q)
     kept, sinks = (0, 0) if recent is None else (recent.tokens, recent.sinks)
     own = 0 if k is None else m + kept
@@ -674,7 +674,7 @@ def decode_cells(
     left, lse_parts = (to.workspace or Workspace(q.device)).take(rows * dv, rows)
     if k is None:
         k = v = q
-    k, v = _dense(k), _dense(v)
+    k, v = dense_channels(k), dense_channels(v)
     # any tensors
     near = q[:, :, None]
     near_table = requests.table
@@ -752,15 +752,15 @@ def _past_kernel(
     page, h = tl.program_id(0), tl.program_id(1)
     cell = tl.load(TABLE + page).to(tl.int64) * block_stride + h.to(tl.int64) * head_stride
     d, e = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
-    k_planes, _ = _planes(CELLS, SCALES, cell, KA)
-    v_planes, _ = _planes(CELLS, SCALES, cell, VA)
+    k_planes, _ = cell_planes(CELLS, SCALES, cell, KA)
+    v_planes, _ = cell_planes(CELLS, SCALES, cell, VA)
     for i in range(0, 4 * R, BR):
         t = i + tl.arange(0, BR)
         at = (page * (4 * R) + t).to(tl.int64)[:, None]
         here = at < tokens
         quarter, r = (t // R)[:, None], t % R
-        k = _levels(k_planes, LEVELS, 0, quarter, r, D, DP, R, KB, False, KX)
-        v = _levels(v_planes, LEVELS + 16, 0, quarter, r, DV, DVP, R, VB, True, VX)
+        k = read_levels(k_planes, LEVELS, 0, quarter, r, D, DP, R, KB, False, KX)
+        v = read_levels(v_planes, LEVELS + 16, 0, quarter, r, DV, DVP, R, VB, True, VX)
         k *= tl.load(SCALES + cell // 2 + (KA[3] // 2 + t)).to(tl.float32)[:, None]
         v *= tl.load(SCALES + cell // 2 + (VA[3] // 2 + t)).to(tl.float32)[:, None]
         tl.store(K + at * kt + h * kh + d, k.to(K.dtype.element_ty), mask=here & (d < D))

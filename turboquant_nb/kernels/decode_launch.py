@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NUMBER_SLOTS', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'window_chain', 'CodeTables',
-           'last_dim_dense', 'store_operands', 'call_numbers', 'padded_size', 'rotate', 'shared_arguments',
-           'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine', 'is_interpreted', 'plain_queries',
+           'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers', 'padded_size', 'rotate',
+           'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine', 'plain_queries',
            'portable_attention']
 
 # %% ../../nbs/41b_decode_launch.ipynb #41b00006
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import Call, Rule
-from .decode import _combine_kernel, _portable_kernel
-from .encode import packed_order
+from .decode import combine_kernel, portable_kernel
+from .encode import is_interpreted, packed_order
 from .launcher import Launcher
 
 # %% ../../nbs/41b_decode_launch.ipynb #a5968428
@@ -203,11 +203,14 @@ class CodeTables(NamedTuple):
         return cls(packed, levels.to(device), steps, hadamard, tuple(chains))
 
 # %% ../../nbs/41b_decode_launch.ipynb #0be81bc1
-def last_dim_dense(x: Tensor | None) -> Tensor | None:
-    "x with neighbouring channels; None if it is missing or empty."
-    if x is None or not x.shape[2]:
-        return None
+def dense_channels(x: Tensor) -> Tensor:
+    "x with neighbouring channels side by side in memory."
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def last_dim_dense(x: Tensor | None) -> Tensor | None:
+    "`dense_channels`; None if x is missing or empty."
+    return None if x is None or not x.shape[2] else dense_channels(x)
 
 
 def store_operands(
@@ -391,7 +394,7 @@ class Parts(NamedTuple):
         )
 
 # %% ../../nbs/41b_decode_launch.ipynb #cbd2269f
-_combine_launcher = Launcher(_combine_kernel)
+_combine_launcher = Launcher(combine_kernel)
 _COMBINE_SLOTS = NUMBER_SLOTS | dict(
     OUT_PARTS="parts", LSE_PARTS="lse_parts", OUT="out", LSE="lse", REST="out", QUERY="q"
 )
@@ -479,12 +482,7 @@ _NO_TABLE = dict.fromkeys(
 _NO_TABLE |= dict(PAGED=False, LISTED=False)
 
 # %% ../../nbs/41b_decode_launch.ipynb #835c6a9d
-def is_interpreted() -> bool:
-    "Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when it was imported)."
-    return "Interpreted" in type(_portable_kernel).__name__
-
-
-_portable_launcher = Launcher(_portable_kernel)
+_portable_launcher = Launcher(portable_kernel)
 
 
 def plain_queries(

@@ -46,7 +46,7 @@ def _merge(a: tuple | None, b: tuple) -> tuple:
 def _read(store, first: int, last: int) -> tuple:
     """Keys (as the store holds them, see `Part.into_frame`) and values of past positions: by
     the kernel where it can, else step by step."""
-    tables = launch._plan_of(store).tables if store.device.type == "cuda" else None
+    tables = launch.store_plan(store).tables if store.device.type == "cuda" else None
     by_kernel = tables is not None and not blocks.refuses(store, tables)
     return (
         blocks.read_block(store, tables, first, last)

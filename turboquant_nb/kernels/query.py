@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decode import _query_at, tl, triton
+from .decode import query_places, tl, triton
 from turboquant_nb.kernels.decode_launch import (
     NUMBER_SLOTS,
     DecodeOperands,
@@ -89,7 +89,7 @@ def _mean_bias_kernel(
         t = tl.where(slot + offset < length, tl.maximum(t, 0), 0)
         h, j = i // rows, i % rows
         ok = (h < heads) & (j < group * n)
-        q = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
+        q = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
         m = M + (b * heads + h).to(tl.int64) * D
         e = tl.arange(0, HP)
         x, y = _coefficients(q, m, e, ok[:, None] & (e < ROTATING)[None, :], H2)
@@ -327,7 +327,7 @@ def _rotate_few_kernel(
         r = tl.program_id(0) * ROWS + first + tl.arange(0, 4)
         b, j = (r // rows).to(tl.int64), r % rows
         ok = (b < batch) & (j < group * n)
-        at = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
+        at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
         out = tl.sum(q.to(tl.float32)[:, None, :] * matrix[None, :, :], 2)
         place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
@@ -363,7 +363,7 @@ def _rotate_many_kernel(
     b, j = (r // rows).to(tl.int64), r % rows
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     ok = (b < batch) & (j < group * n)
-    at = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
+    at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
     matrix, out = (
         ROTATION + h.to(tl.int64) * th + c[None, :] * tc,
         tl.zeros((ROWS, COLS), tl.float32),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .decode import tl, triton
-from .decode_launch import is_interpreted
+from .encode import is_interpreted
 
 # %% ../../nbs/45bb_work.ipynb #45b00071
 @triton.jit

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..theory.codebook import Codebook, _make, lloyd_max, partial_moments
-from ..theory.qjl import _estimate, _signs_and_norm, qjl_decode, sketch_matrix
+from ..theory.codebook import Codebook, lloyd_max, make_codebook, partial_moments
+from ..theory.qjl import qjl_decode, sketch_estimate, sketch_matrix, sketch_signs
 from turboquant_nb.quant.quantizer import (
     Code,
     Extra,
@@ -63,7 +63,7 @@ def _split(base):
     mse = float(
         power - (m0 * y * (2 * means - y)).sum()
     )  # base.mse - step² for nearest-level bases
-    return _make(y, m0, means, mse, base.bits + 1, "sign", base.dim)
+    return make_codebook(y, m0, means, mse, base.bits + 1, "sign", base.dim)
 
 
 def sign_codebook(
@@ -134,7 +134,7 @@ class SketchedCode(Code):
     def residual(self, error):
         "Signs of the sketch of the error, and its norm."
         norm = torch.linalg.vector_norm(error, dim=-1)
-        return {"signs": _signs_and_norm(error, self.sketch)[0], "residual_norm": norm}
+        return {"signs": sketch_signs(error, self.sketch)[0], "residual_norm": norm}
 
     def decode(self, coded, check_range=False):
         """levels · scale + ‖r‖ √(π/2)/m Sᵀσ: linear in what is stored, so that inner products
@@ -145,7 +145,7 @@ class SketchedCode(Code):
         if check_range:
             rest = qjl_decode(kept["signs"], kept["residual_norm"], self.sketch)
         else:  # what a store holds was checked when it was coded; a check waits for the device
-            rest = _estimate(kept["signs"], kept["residual_norm"], self.sketch)
+            rest = sketch_estimate(kept["signs"], kept["residual_norm"], self.sketch)
         return self.base.decode(coded, check_range) + rest
 
     def refuses(self, use):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .rotation import Rotation, Transform, _no_autocast, make_rotation
+from .rotation import Rotation, Transform, make_rotation, without_autocast
 
 # %% ../../nbs/14_transforms.ipynb #79d4189c
 def attention_weights(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def _head_times(x: Tensor, matrix: Tensor) -> Tensor:
         raise ValueError(f"a transform of {heads} heads takes {want}, got {list(x.shape)}")
     if x.device != matrix.device:
         raise ValueError(f"x must be on {matrix.device} like the transform, got {x.device}")
-    with _no_autocast(x.device):
+    with without_autocast(x.device):
         return x.float() @ matrix
 
 
