@@ -49,9 +49,8 @@ def _bits(t: Tensor) -> Tensor:  # [n, bytes per element] uint8
     flat = (
         (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().resolve_neg()
     )
-    flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(
-        flat
-    )  # whatever the strides were
+    # whatever the strides were
+    flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
     return flat.view(-1).view(torch.uint8).view(t.numel(), -1)
 
 # %% ../nbs/00_testing.ipynb #401c65f1

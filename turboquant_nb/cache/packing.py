@@ -17,12 +17,8 @@ from .. import checks
 # %% ../../nbs/30_packing.ipynb #13548d23
 TILE = 256  # tokens of a tile
 SLOT = (0, 4, 2, 6)  # bit position of token quarter i in a byte
-WIDTHS = {
-    1: (1,),
-    2: (2,),
-    3: (2, 1),
-    4: (2, 1, 1),
-}  # bits of each plane, most significant first
+# bits of each plane, most significant first
+WIDTHS = {1: (1,), 2: (2,), 3: (2, 1), 4: (2, 1, 1)}
 
 # %% ../../nbs/30_packing.ipynb #45664b7e
 @dataclass(frozen=True)

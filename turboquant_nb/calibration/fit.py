@@ -66,9 +66,8 @@ class _MomentsObserver:
         if frame is not None:
             x = x - frame_center(frame, self.inv_freqs[layer], n, x.device)
         q = query.float().reshape(b, h, -1, n, d)
-        rows = lambda x: (
-            x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)
-        )  # [tokens, H, d]
+        # [tokens, H, d]
+        rows = lambda x: x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)
         self.moments.add("key", layer, rows(x))
         self.moments.add("query", layer, rows(q))
         return key, value

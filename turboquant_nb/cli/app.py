@@ -132,13 +132,8 @@ def _known(parameters) -> dict:
     }
 
 
-_PANELS = (
-    "Use it",
-    "Measure it",
-    "Calibrate",
-    "Proteins",
-    "Recipes",
-)  # of the list of commands; another stands behind them
+# of the list of commands; another stands behind them
+_PANELS = ("Use it", "Measure it", "Calibrate", "Proteins", "Recipes")
 
 
 class _Commands(_Exemplified, typer.core.TyperGroup):
@@ -260,10 +255,8 @@ def _guarded(
         raise typer.Exit(2 if isinstance(error, Usage) else 1) from None
 
 # %% ../../nbs/reference/87a_cli_app.ipynb #89374564
-_NUMBERS = {
-    int: dict(parser=whole, metavar="N"),
-    float: dict(parser=number, metavar="X"),
-}  # what typer is told of such a type
+# what typer is told of such a type
+_NUMBERS = {int: dict(parser=whole, metavar="N"), float: dict(parser=number, metavar="X")}
 
 
 @dataclass(frozen=True)

@@ -229,10 +229,8 @@ def _try_folder(folder: Path, what: str) -> None:
         scratch = _scratch(folder)
         Path(scratch, "probe").write_bytes(bytes(4096))  # a full disk still makes folders
     except OSError as error:
-        full = error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-        )  # nothing is wrong with what was typed
+        # nothing is wrong with what was typed
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = RuntimeError if full else Usage
         raise kind(f"{what}: its folder cannot be written ({error.strerror})") from error
     finally:

@@ -96,11 +96,8 @@ def cache_size(
     return found
 
 # %% ../../nbs/reference/87m_cli_serve.ipynb #87ib000c
-OURS = (
-    "--attention-backend",
-    "--kv-cache-dtype",
-    "--additional-config",
-)  # what the command itself says to vLLM
+# what the command itself says to vLLM
+OURS = ("--attention-backend", "--kv-cache-dtype", "--additional-config")
 
 
 def option_of(words: list, *names: str) -> str | None:

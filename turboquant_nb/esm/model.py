@@ -371,9 +371,8 @@ def _replayed(q, exact, codes, prefix, real) -> Tensor:  # [B, H, T, d]
     own."""
     (k, v), (ck, cv) = exact, codes
     n = q.shape[2]
-    late = (torch.arange(n, device=q.device) >= prefix[:, None])[
-        :, None, :, None
-    ]  # [B, 1, T, 1]
+    # [B, 1, T, 1]
+    late = (torch.arange(n, device=q.device) >= prefix[:, None])[:, None, :, None]
     visible = (prefix_visible(n, prefix) & real[:, None])[:, None]
     scores = torch.where(late, q @ ck.transpose(-1, -2), q @ k.transpose(-1, -2))
     own = (q * k).sum(-1, keepdim=True)

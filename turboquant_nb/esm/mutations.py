@@ -285,9 +285,8 @@ def variants_of(
     return {name: of(name) for name in sequences}
 
 
-CAPTURE_FROM = (
-    5  # proteins of one length: a capture takes as long as three or four of them eagerly
-)
+# proteins of one length: a capture takes as long as three or four of them eagerly
+CAPTURE_FROM = 5
 
 
 def _tables(turbo: TurboEsm, method: str, lengths: Counter, graphs):

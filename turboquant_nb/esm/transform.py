@@ -259,9 +259,8 @@ class SideSpec:
 
     bits: float = 3.0  # mean per channel; an integer unless the recipe allocates
     rotation: str = "svd"  # "svd" (per head), "hadamard" or "none"
-    center: str = (
-        "mean"  # of each head: "pre_rope" (keys: the mean before RoPE), "mean" or "none"
-    )
+    # of each head: "pre_rope" (keys: the mean before RoPE), "mean" or "none"
+    center: str = "mean"
     aware: bool = True  # weigh errors by what attention makes of them
 
     def __post_init__(self):
@@ -277,13 +276,11 @@ class TransformRecipe(TwoSides):
 
     key: SideSpec = SideSpec(center="pre_rope")
     value: SideSpec = SideSpec()
-    allocation: str = (
-        "model"  # where bits are allocated: over the "model", each "layer", or "none"
-    )
+    # where bits are allocated: over the "model", each "layer", or "none"
+    allocation: str = "model"
     min_bits: int = 1  # bits that every channel has at least
-    outliers: float = (
-        0.0  # tokens that leave the tables by this share of their reach are kept apart; 0: none
-    )
+    # tokens that leave the tables by this share of their reach are kept apart; 0: none
+    outliers: float = 0.0
 
     side_class = SideSpec
 
@@ -441,9 +438,8 @@ class _Counts:
             c = torch.arange(self.count.shape[1], dtype=torch.float64) + 0.5
             zero = self.count.new_zeros(len(self.count), 1)
             self.sums = [torch.cat([zero, (self.count * c**i).cumsum(1)], 1) for i in range(3)]
-        at = (
-            (edges + 0.5).floor().long().clamp(0, self.count.shape[1])
-        )  # bins with centre below
+        # bins with centre below
+        at = (edges + 0.5).floor().long().clamp(0, self.count.shape[1])
         first, last = at.new_zeros(len(at), 1), at.new_full((len(at), 1), self.count.shape[1])
         at = torch.cat([first, at, last], 1)
         return [s.gather(1, at).diff(dim=1) for s in self.sums]

@@ -43,9 +43,8 @@ class Candidate:
     name: str
     make: Callable  # () -> an empty cache
     recipe: object = None  # of ours: a Recipe, or a list with one per layer
-    dtype: torch.dtype | None = (
-        torch.bfloat16
-    )  # states are handed over in it; None: as they come
+    # states are handed over in it; None: as they come
+    dtype: torch.dtype | None = torch.bfloat16
     block: int = 1  # it does the same with all but the last of so many tokens at once
     flush: int = 1  # tokens after which an earlier one is surely coded
     decays: bool = False  # codes of old tokens change later: every step has to be taken

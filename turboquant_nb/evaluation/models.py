@@ -488,9 +488,8 @@ def load_model(
                 "or of a .gguf file."
             )
         )
-        why, known, _ = (
-            str(err).strip().partition("Model type should be one of")
-        )  # some hundred names follow
+        # some hundred names follow
+        why, known, _ = str(err).strip().partition("Model type should be one of")
         why = f"{why.strip()} A causal language model was expected" if known else why
         raise RuntimeError(
             f"the model {str(name)!r} could not be loaded: {type(err).__name__}: {why}.{hint}"

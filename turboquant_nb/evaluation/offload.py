@@ -148,9 +148,8 @@ def load_offloaded(
             found = place(
                 tf.AutoModelForCausalLM.from_config(config), device, rest, room, dtype
             )
-        folder = TemporaryDirectory(
-            prefix="turboquant-"
-        )  # for weights that are stored in another form than the model's
+        # for weights that are stored in another form than the model's
+        folder = TemporaryDirectory(prefix="turboquant-")
         with _stored_so(name):
             model = tf.AutoModelForCausalLM.from_pretrained(
                 where,

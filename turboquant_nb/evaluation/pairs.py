@@ -117,9 +117,8 @@ class PairLayer(DynamicLayer):
         self.layer = layer
         self.exact_dtype = exact_dtype
         self.recipe = layer.recipe
-        self.recent = (
-            0 if all_quantised else max(self.recipe.recent, 1)
-        )  # tokens that are met exactly
+        # tokens that are met exactly
+        self.recent = 0 if all_quantised else max(self.recipe.recent, 1)
 
     def append(self, k: Tensor, v: Tensor):
         "Into the store."

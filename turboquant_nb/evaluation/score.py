@@ -294,9 +294,8 @@ class Scores(NamedTuple):
 
     loss: Tensor  # [n, L - P] float64, nats
     kl: Tensor | None  # [n, L - P] float64, nats from the uncompressed to this distribution
-    same: (
-        Tensor | None
-    )  # [n, L - P] bool, the most likely token is that of the uncompressed model
+    # [n, L - P] bool, the most likely token is that of the uncompressed model
+    same: Tensor | None
     bits: float  # per value, of a cache that holds one window
     backend: str  # what read the candidate
 

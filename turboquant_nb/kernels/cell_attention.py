@@ -136,9 +136,8 @@ def _recent_tokens(
         oldest, begins = length - m - recent, j >= recent
         t = tl.where(begins, j - recent, oldest + j)
         there = (t >= 0) & (j < recent + sinks) & ((begins == 0) | (t < oldest))
-        held = tl.where(
-            begins, length - m - 1, t
-        )  # first tokens lie in the block of the token before the step, behind its recent ones
+        # first tokens lie in the block of the token before the step, behind its recent ones
+        held = tl.where(begins, length - m - 1, t)
         block = tl.load(
             NEAR_TABLE + b.to(tl.int64) * near_stride + held // N, mask=there, other=0
         ).to(tl.int64)

@@ -66,18 +66,16 @@ class CellPlan(CellCodes):
         self.tables = self.plan.tables
         self.device = key.device
         self.scale_dtype = key.scale_dtype
-        self.sides = [
-            quantizer_tables(q) for q in (key, value)
-        ]  # (RotationOperand, table) each
+        # (RotationOperand, table) each
+        self.sides = [quantizer_tables(q) for q in (key, value)]
         self.by_window = tuple(q.code if q.code.windows else None for q in (key, value))
         self.chained = any(self.by_window)  # their symbols are searched
         self.memo = {}  # what later chapters work out of this plan once
         self.rotated_center = None
         if center is not None:
             self.center = center.to(self.device, torch.float32).contiguous()
-            parts = self.sides[0][0].parts.unbind(
-                -3
-            )  # in the basis and the unit of the kernel's product
+            # in the basis and the unit of the kernel's product
+            parts = self.sides[0][0].parts.unbind(-3)
             self.rotated_center = sum(
                 (self.center[:, None] @ part.float().mT)[:, 0] for part in parts
             ).contiguous()
@@ -247,9 +245,10 @@ def _append_side(
                 quarter = (t // R).to(tl.int32) + q
                 bit = (quarter & 1) * 4 + (quarter >> 1) * 2
                 new |= tl.where(valid, 3 << bit, 0)
+                # bit 31 is a code's
                 word += tl.mul(
                     pair, tl.where(valid, 1 << 2 * bit, 0)[:, None], sanitize_overflow=False
-                )  # bit 31 is a code's
+                )
         store_planes(planes, word, older, 255 - new, C.BITS, False)
 
 

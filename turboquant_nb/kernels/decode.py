@@ -152,9 +152,8 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     """One more block of tokens in an online softmax: scores s [rows, tokens], values [tokens,
     DVP]."""
     new, rescale, p = _softmax(s, visible, m, cap, CAPPED)
-    w = tl.where(
-        visible, p * weight[None, :], 0.0
-    )  # the scale of a token that was never written may be anything
+    # the scale of a token that was never written may be anything
+    w = tl.where(visible, p * weight[None, :], 0.0)
     acc = acc * rescale[:, None] + tl.dot(w, values, input_precision="ieee")
     return new, total * rescale + tl.sum(p, 1), acc
 

@@ -46,9 +46,8 @@ class DecodeOperands(NamedTuple):
     end: Tensor | None  # [B] int64
     position: Tensor | None  # [1] or [B] int32, replaces `length`
     cos_sin: Tensor | None  # [positions, r] fp16: key_mean is a pre-RoPE mean
-    near_angles: (
-        Tensor | None
-    )  # see `query.AngleTables`: the tensor-core kernel needs no bias of scores
+    # see `query.AngleTables`: the tensor-core kernel needs no bias of scores
+    near_angles: Tensor | None
     far_angles: Tensor | None
     key_step: float  # of the int8 levels
     value_step: float
@@ -62,11 +61,9 @@ class DecodeOperands(NamedTuple):
     key_hadamard: bool  # is the rotation a Sylvester matrix, so that a kernel can do it itself?
     value_hadamard: bool
     portable: bool  # by the portable kernel?
-    own: int | None = (
-        # each query reads only so many of its own last tokens exactly, itself included; None:
-        # all read the same
-        None
-    )
+    # each query reads only so many of its own last tokens exactly, itself included; None: all
+    # read the same
+    own: int | None = None
     key_chain: tuple | None = None  # `chain_of` of the codes
     value_chain: tuple | None = None
     rotating: int | None = None  # channel pairs whose angles are not all 0; None: all
@@ -97,9 +94,8 @@ class DecodeSizes(NamedTuple):
         chunk = 0 if x.k is None else x.k.shape[2]
         sinks = x.key_sinks.shape[2]
         recent = x.key_recent.shape[2]
-        key_bits = (
-            len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1
-        )  # else the first plane holds single bits
+        # else the first plane holds single bits
+        key_bits = len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1
         value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
         return cls(
             batch=batch,
@@ -299,12 +295,8 @@ def _shared_constants(
 
 def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "Arguments that kernels have in common, by their names."
-    start, end, position, absent = (
-        x.start,
-        x.end,
-        x.position,
-        x.packed_lut,
-    )  # the last stands where a tensor is missing
+    # the last stands where a tensor is missing
+    start, end, position, absent = (x.start, x.end, x.position, x.packed_lut)
     sb, sh, sn, _ = x.q.stride()
     flags = (
         start is not None,
@@ -476,9 +468,10 @@ def combine(
     return out, lse, None if mixed else launch
 
 # %% ../../nbs/41b_decode_launch.ipynb #a41d0003
+# None: Triton compiles the kernel without them
 _NO_TABLE = dict.fromkeys(
     "PAGES page_stride block_stride head_stride WORK requests KA VA".split()
-)  # None: Triton compiles the kernel without them
+)
 _NO_TABLE |= dict(PAGED=False, LISTED=False)
 
 # %% ../../nbs/41b_decode_launch.ipynb #835c6a9d

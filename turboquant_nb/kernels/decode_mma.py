@@ -115,9 +115,8 @@ _IN2, _IN3, _IN4 = (gl.constexpr(constraints) for _, constraints in _ASM[::2])
 _VARYING = gl.constexpr(
     "{ .reg .u32 l; mov.u32 l, %laneid; mul.hi.u32 l, l, 3; add.u32 $0, $1, l; }"
 )
-_MAGIC = gl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: adding it leaves an integer in the low mantissa bits
+# 1.5 * 2**23: adding it leaves an integer in the low mantissa bits
+_MAGIC = gl.constexpr(12582912.0)
 _LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -449,9 +448,8 @@ def _weights(y, operand: gl.constexpr, Q: gl.constexpr):
     both = gl.join(
         hi.to(gl.int32, bitcast=True).to(gl.int8), lo.to(gl.int32, bitcast=True).to(gl.int8)
     )
-    P = gl.reshape(
-        both, [2, 2, 2, 2, 2, 2, 2, 2, 2 * Q]
-    )  # token bits i1 i0 g2 g1 g0 c1 c0 half, then columns
+    # token bits i1 i0 g2 g1 g0 c1 c0 half, then columns
+    P = gl.reshape(both, [2, 2, 2, 2, 2, 2, 2, 2, 2 * Q])
     P = gl.reshape(gl.permute(P, [4, 5, 2, 3, 7, 1, 8, 6, 0]), [64, 2 * Q, 2, 2])
     Pa, Pb = gl.split(P)
     P00, P01 = gl.split(Pa)
@@ -529,9 +527,8 @@ def _queries(
         )
         if MEAN:
             shift = gl.sum(x * gl.load(MU + bh.to(gl.int64) * D + d).to(gl.float32)[:, None], 0)
-        y = _low_stages(
-            x * gl.load(R + d)[:, None], D, Q
-        )  # first row of the rotation: the signs over the root of d
+        # first row of the rotation: the signs over the root of d
+        y = _low_stages(x * gl.load(R + d)[:, None], D, Q)
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
     else:
         if MEAN:
@@ -555,17 +552,15 @@ def _queries(
         j = gl.arange(0, Q, layout=gl.SliceLayout(0, LQA))
         here = ROTATED + (row + j[None, :]) * D + channel[:, None]
         y = gl.load(here, mask=real[:, None] & (j >= 0)[None, :], other=0.0) * scaling
-        y = gl.convert_layout(
-            y, G.LQB
-        )  # loaded in LQ at once, Triton 3.6 mixes channels up where HK = 32
+        # loaded in LQ at once, Triton 3.6 mixes channels up where HK = 32
+        y = gl.convert_layout(y, G.LQB)
     lower, upper = gl.split(gl.permute(gl.reshape(y, [2, HK, Q]), [1, 2, 0]))
     lower = gl.convert_layout(lower, LQ)
     upper = gl.convert_layout(upper, LQ)
     top = gl.maximum(gl.max(gl.abs(lower), 0), gl.max(gl.abs(upper), 0))
     s = gl.where(top > 0, top / 127.0, 1.0)
-    bad = gl.sum(
-        (lower + upper) * 0.0, 0
-    )  # NaN where the query has NaN or Inf, so that the answer has it too
+    # NaN where the query has NaN or Inf, so that the answer has it too
+    bad = gl.sum((lower + upper) * 0.0, 0)
     unit = s * (step / 254.0) + bad
     if not CAPPED:
         unit = unit * _LOG2E
@@ -719,9 +714,8 @@ def _span(
 ):
     """Tiles [begin, end) of a split, what each row may read of them, between which tokens
     nothing is masked, and the last page. Positions count from the first stored token."""
-    shared = gl.minimum(
-        length - chunk, gl.maximum(recent_from, length - recent)
-    )  # all rows read the tokens before from codes
+    # all rows read the tokens before from codes
+    shared = gl.minimum(length - chunk, gl.maximum(recent_from, length - recent))
     stop = length
     if HAS_END:
         stop = gl.minimum(stop, gl.load(END + b).to(gl.int32))
@@ -746,9 +740,8 @@ def _span(
     if LISTED:
         each = gl.load(WORK)
         begin, end = split * each, gl.minimum((split + 1) * each, gl.where(nobody, 0, count))
-    safe_hi = gl.minimum(
-        gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - own)
-    )  # tiles that end here or before, and begin after safe_lo, need no mask
+    # tiles that end here or before, and begin after safe_lo, need no mask
+    safe_hi = gl.minimum(gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - own))
     safe_lo = lo
     if SLIDING:
         safe_lo = gl.maximum(lo, at0 + n - sliding_window)
@@ -854,14 +847,12 @@ def _mean_coefficients(COEFFICIENTS, inputs, factor, G: gl.constexpr):
     return gl.convert_layout(top * factor, column), gl.convert_layout(still * factor, column)
 
 # %% ../../nbs/43_decode_mma.ipynb #d30c5663
-_TWO_HALVES = (
-    gl.constexpr("""{ .reg .b16 p, q; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {p, q}, $0; cvt.f32.f16 u, p; cvt.f32.f16 v, q;
+# two fp32 as hi and as lo, each two fp16 in a register
+_TWO_HALVES = gl.constexpr("""{ .reg .b16 p, q; .reg .f32 u, v; cvt.rn.f16x2.f32 $0, $3, $2; mov.b32 {p, q}, $0; cvt.f32.f16 u, p; cvt.f32.f16 v, q;
  sub.f32 u, $2, u; sub.f32 v, $3, v; cvt.rn.f16x2.f32 $1, v, u; }""")
-)  # two fp32 as hi and as lo, each two fp16 in a register
 _AND = gl.constexpr("and.b32 $0, $1, $2;")
-_MIRROR = gl.constexpr(
-    "shfl.sync.bfly.b32 $0, $1, 28, 31, -1;"
-)  # lane 4g + c takes from lane 4(7-g) + c
+# lane 4g + c takes from lane 4(7-g) + c
+_MIRROR = gl.constexpr("shfl.sync.bfly.b32 $0, $1, 28, 31, -1;")
 
 
 @gluon.jit
@@ -1025,9 +1016,8 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     down = gl.reshape(
         gl.permute(gl.join(second, first), [5, 0, 1, 2, 3, 4]), [16, G.Q, 2, 2, 2]
     )
-    y = gl.reshape(
-        gl.join(down, up), [2, 8, G.Q, 2, 2, 2, 2]
-    )  # bit 0, bits 3-5, query, bits 1, 2, 6, 7
+    # bit 0, bits 3-5, query, bits 1, 2, 6, 7
+    y = gl.reshape(gl.join(down, up), [2, 8, G.Q, 2, 2, 2, 2])
     y = gl.reshape(gl.permute(y, [6, 5, 1, 4, 3, 0, 2]), [256, G.Q])
     return gl.convert_layout(y, G.LF, assert_trivial=True)
 
@@ -1088,9 +1078,8 @@ def _softmax_step(
     new = gl.maximum(m, gl.max(f, 0))
     rescale = gl.exp2((m - new) * scale)
     vs = vs.to(gl.float32)
-    p = (
-        gl.exp2(f * scale[None, :] - (new * scale)[None, :]) + (vs * 0.0)[:, None]
-    )  # NaN where the scale of a value is NaN
+    # NaN where the scale of a value is NaN
+    p = gl.exp2(f * scale[None, :] - (new * scale)[None, :]) + (vs * 0.0)[:, None]
     y = p * vs[:, None]
     if edge:  # the scale of a token that was never written may be anything
         p0 = t * 256 + token[:, None]
@@ -1112,10 +1101,9 @@ def _finish(
     Q: gl.constexpr = G.Q
     HV: gl.constexpr = G.HV
     DV: gl.constexpr = G.DV
-    cp.wait_group(
-        0
-    )  # a copy for a tile that does not come writes zeros, perhaps where the sums below are
-    # handed between lanes
+    # a copy for a tile that does not come writes zeros, perhaps where the sums below are handed
+    # between lanes
+    cp.wait_group(0)
     o = ACC._reinterpret(gl.float32, [G.NV * G.RV * 4, 8 * Q], SH).load(G.LACC)
     o = gl.reshape(o, [G.NV * G.RV, 2, 2, 8, Q])
     o = gl.reshape(gl.permute(o, [1, 0, 2, 3, 4]), [2 * HV, Q])
@@ -1404,9 +1392,10 @@ def fragments_kernel(
     v2 = gl.load(TABLE + 6)
     v3 = gl.load(TABLE + 7)
     m = gl.full([Q], -1e30, gl.float32, layout=column)
+    # [8 lanes, Q]
     total = gl.sum(
         gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1
-    )  # [8 lanes, Q]
+    )
     for c in range(G.NV * G.RV):
         ACC.index(c).store(gl.zeros([4, 8 * Q], gl.float32, layout=G.LA))
     row, inside, token = _token_places(G)
@@ -1446,12 +1435,8 @@ def fragments_kernel(
         CAPPED=CAPPED,
         G=G,
     )
-    lut_k = (
-        _in_register(k0),
-        _in_register(k1),
-        _in_register(k2),
-        _in_register(k3),
-    )  # here, so that these loads wait together with those of the query
+    # here, so that these loads wait together with those of the query
+    lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))
     lut_v = (_in_register(v0), _in_register(v1), _in_register(v2), _in_register(v3))
     q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
     q_hi = _query_fragment(q_hi, G.C, G.W, Q, operand)
@@ -1477,12 +1462,10 @@ def fragments_kernel(
             bias = _bias(BIAS, bias_stride, base, at, G)
         far = (qs, qs)
         if FUSED:
-            far = _far_angles(
-                FAR, t + (first_at >> 8), G
-            )  # here, so that the scores of codes do not wait for it
-        F = gl.allocate_shared_memory(
-            gl.float32, [4, 8, 8 * Q], SH
-        )  # here, so that others may use its bytes later
+            # here, so that the scores of codes do not wait for it
+            far = _far_angles(FAR, t + (first_at >> 8), G)
+        # here, so that others may use its bytes later
+        F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * Q], SH)
         turn = 0
         if G.VX:
             turn = (t - begin) % G.NV
@@ -1541,9 +1524,8 @@ def fragments_kernel(
     j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
     if PAGED and PDL:
         tl.extra.cuda.gdc_wait()
-    gl.store(
-        LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf"))
-    )  # NaN counts as seen
+    # NaN counts as seen
+    gl.store(LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf")))
     if begin < end:
         _finish(ACC, RV_, O, out_row, total, v_step, SH, FAST, G)
 
@@ -1758,9 +1740,8 @@ def mma_attention(
     )
     rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs * gpu.processors, 256)
     splits = rule.splits(coded)
-    fast = (
-        x.value_hadamard and s.d == s.dv and s.d in (64, 128, 256)
-    )  # rotate back in registers
+    # rotate back in registers
+    fast = x.value_hadamard and s.d == s.dv and s.d in (64, 128, 256)
     fast_k = fast and x.key_hadamard
     factor = x.scaling * (1.0 if x.softcap else _LOG2E.value)
     bias, launches = (

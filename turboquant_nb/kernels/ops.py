@@ -166,9 +166,8 @@ def _flash(call: Call) -> Answer:
         store.offset if sliding_window is None else max(store.offset, past - sliding_window + 1)
     )
     rows = q.reshape(b, h, g * n, d)
-    plain = begin <= past and (
-        sliding_window is None or sliding_window >= n
-    )  # the chunk needs no bias
+    # the chunk needs no bias
+    plain = begin <= past and (sliding_window is None or sliding_window >= n)
     size = _block(store)
     spans = [(a, min(a + size, past)) for a in range(first, past, size)]
     if not plain:

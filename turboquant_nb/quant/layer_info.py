@@ -48,9 +48,8 @@ def _usual_layers(config) -> list:
     count = config.num_hidden_layers
     layers = []
     kinds = (getattr(config, "layer_types", None) or [""] * count)[:count]
-    several = getattr(
-        config, "is_heterogeneous", False
-    )  # transformers: a config for each layer
+    # transformers: a config for each layer
+    several = getattr(config, "is_heterogeneous", False)
     firsts = count - (getattr(config, "num_kv_shared_layers", None) or 0)  # the others share
     # layers whose keys are of pictures, not of the tokens that come
     crossed = getattr(config, "cross_attention_layers", None) or ()

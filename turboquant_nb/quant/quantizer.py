@@ -41,10 +41,11 @@ def _check_bits(bits, residual):
         raise ValueError(f"with residual={residual!r} {want}; got {bits!r}")
 
 # %% ../../nbs/20_quantizer.ipynb #6e0caf4e
+# what `Spec.codebook` names: a channel's codebook, at unit variance, by bits and head size
 CODEBOOKS = {
     "sphere": lambda bits, d: lloyd_max(bits, d if d > 1 else None),
     "uniform": lambda bits, d: uniform(bits, d if d > 1 else None),
-}  # what `Spec.codebook` names: a channel's codebook, at unit variance, by bits and head size
+}
 CODES = {}  # what it may name besides: name -> function of (spec, d) that makes a `Code`
 LATER_CODES = ("trellis",)  # which chapter 21b registers
 
@@ -54,12 +55,10 @@ class Spec:
     """How one side, keys or values, is coded. Raises ValueError for a value that is not
     allowed, naming it."""
 
-    bits: int | float | tuple = (
-        3  # per channel, 1-4: one integer, a fraction, or one per channel
-    )
-    rotation: str = (
-        "hadamard"  # "hadamard", "haar", "identity" or the name of a registered transform
-    )
+    # per channel, 1-4: one integer, a fraction, or one per channel
+    bits: int | float | tuple = 3
+    # "hadamard", "haar", "identity" or the name of a registered transform
+    rotation: str = "hadamard"
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     # "sphere" (exact law at this d), "uniform", "trellis" (channels coded together, smallest
@@ -69,9 +68,8 @@ class Spec:
     # before RoPE) or the name of a registered centre; "auto": what the model's frame has
     center: str = "none"
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
-    residual: str = (
-        "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
-    )
+    # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
+    residual: str = "none"
     # of keys: "none", or "frame", a scale for each pair of channels, which the model's frame
     # has; "auto": where it has one
     pair_scale: str = "none"
@@ -186,9 +184,8 @@ class Code:
     channel_bits: tuple  # bits of each channel's symbol
     extras: tuple = ()  # an `Extra` for each tensor that it keeps besides
     tables: tuple = ()  # tensors held, whatever the number of vectors
-    edges: Tensor | None = (
-        None  # where a channel's symbol changes, if that is all there is to it
-    )
+    # where a channel's symbol changes, if that is all there is to it
+    edges: Tensor | None = None
     lut: Lut | None = None  # None: attention gets its blocks decoded
     windows: Windows | None = None  # where a level is that of several channels' symbols
     encoder: str | None = None  # "edges": kernels code by `codebook`; None: `encode` does

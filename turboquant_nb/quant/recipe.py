@@ -16,12 +16,13 @@ from .quantizer import Spec
 from ..theory.transforms import transform_class
 
 # %% ../../nbs/20b_recipe.ipynb #1dd19990
+# what `Recipe(residual=...)` changes in the keys' Spec
 _KEY_RESIDUALS = {
     "none": {"residual": "none"},
     "sign": {"residual": "sign"},
     "prod": {"residual": "qjl"},
     "rescale": {"residual": "none", "scale": "unbiased"},
-}  # what `Recipe(residual=...)` changes in the keys' Spec
+}
 
 
 def _check_decay(decay, sides):

@@ -57,12 +57,10 @@ def _split(base):
     mid = (y[1:] + y[:-1]) / 2
     m0, m1, _ = partial_moments(np.append(-np.inf, mid), np.append(mid, np.inf), base.dim)
     means = np.divide(m1, m0, out=y.copy(), where=m0 > 0)
-    power = (
-        base.mse + (base.probs * base.levels64 * (2 * base.means - base.levels64)).sum()
-    )  # E x²
-    mse = float(
-        power - (m0 * y * (2 * means - y)).sum()
-    )  # base.mse - step² for nearest-level bases
+    # E x²
+    power = base.mse + (base.probs * base.levels64 * (2 * base.means - base.levels64)).sum()
+    # base.mse - step² for nearest-level bases
+    mse = float(power - (m0 * y * (2 * means - y)).sum())
     return make_codebook(y, m0, means, mse, base.bits + 1, "sign", base.dim)
 
 

@@ -127,16 +127,12 @@ class ServingConfig:
 
     recipe: str | dict | Recipe = "k3v3"
     past_tokens: int = 32768  # of a chunk's past that are decoded at a time
-    calibration: str | Calibration | None = (
-        None  # frames and transforms of keys; a file, or a hub id
-    )
-    recent: int | None = (
-        None  # tokens before a step that are read exactly; None: as many as the recipe says
-    )
-    sinks: int | None = (
-        # first tokens of a request that are read exactly, where recent ones are; None: likewise
-        None
-    )
+    # frames and transforms of keys; a file, or a hub id
+    calibration: str | Calibration | None = None
+    # tokens before a step that are read exactly; None: as many as the recipe says
+    recent: int | None = None
+    # first tokens of a request that are read exactly, where recent ones are; None: likewise
+    sinks: int | None = None
     means: bool = True  # keys are centred by the frames' means
 
     def __post_init__(self):
@@ -286,9 +282,8 @@ class Step:
     tokens: int  # of all requests; what comes after them is padding
     each: int = 1  # tokens of each request that decodes: 1, or 1 and its drafts
     groups: tuple = ()  # of `Group`
-    work: dict = field(
-        default_factory=dict
-    )  # what layers share: lists of work, of requests that decode and of each group
+    # what layers share: lists of work, of requests that decode and of each group
+    work: dict = field(default_factory=dict)
 
     def once(self, name: tuple, make):
         "What the first layer that asks for it makes for all."
@@ -618,9 +613,8 @@ class CodedAttention:
         scaling, window, softcap = rule.scaling, rule.sliding_window, rule.softcap
         far = None
         first, last = coded
-        oldest = (
-            0 if window is None else max(0, c.past - window + 1) // n * n
-        )  # what the first query sees begins here or later
+        # what the first query sees begins here or later
+        oldest = 0 if window is None else max(0, c.past - window + 1) // n * n
         if last <= max(first, oldest):
             return None
         rotated, q_factor = self._rotated(q)
@@ -671,9 +665,8 @@ class CodedAttention:
             return q @ signs.mT, factor
         if not self.codes.key.rotation.per_head:
             return self.codes.key.rotation.query(q).to(q.dtype), 1.0
-        by_head = (
-            q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        )  # [H, group T, d]
+        # [H, group T, d]
+        by_head = q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
         rotated = self.codes.key.rotation.query(by_head)
         return rotated.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2).to(
             q.dtype

@@ -169,9 +169,8 @@ class PageBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return (
-            default_block_size if default_block_size in BLOCKS else 128
-        )  # measured: 64 is slower, 256 shares less
+        # measured: 64 is slower, 256 shares less
+        return default_block_size if default_block_size in BLOCKS else 128
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -292,9 +291,8 @@ class Builder(AttentionMetadataBuilder):
         each = starts[1] - starts[0] if decodes else 1
         lengths = starts[1:]  # not read
         if decodes < c.num_reqs:
-            bound = (
-                c.seq_lens_cpu_upper_bound
-            )  # exact, unless a draft may have been rejected since
+            # exact, unless a draft may have been rejected since
+            bound = c.seq_lens_cpu_upper_bound
             lengths = (c.seq_lens if self.drafts or bound is None else bound).tolist()[
                 : c.num_reqs
             ]

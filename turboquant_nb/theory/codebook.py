@@ -35,13 +35,14 @@ def _log_c(d):
 
         ratio = special.gammaln(d / 2) - special.gammaln(z)
     else:
+        # no digits cancel
         ratio = (
             math.log(z) / 2
             - 1 / (8 * z)
             + 1 / (192 * z**3)
             - 1 / (640 * z**5)
             + 17 / (14336 * z**7)
-        )  # no digits cancel
+        )
     return ratio - math.log(math.pi) / 2
 
 
@@ -276,9 +277,8 @@ def make_codebook(
         )
     mid = (levels[1:].astype(np.float64) + levels[:-1]) / 2
     edges = mid.astype(np.float32)
-    edges = np.where(
-        edges > mid, np.nextafter(edges, np.float32(-np.inf)), edges
-    )  # round down: x <= edge exactly when x <= mid
+    # round down: x <= edge exactly when x <= mid
+    edges = np.where(edges > mid, np.nextafter(edges, np.float32(-np.inf)), edges)
     for a in (y, m0, means):
         a.setflags(write=False)
     with torch.inference_mode(False):
@@ -454,9 +454,10 @@ def _first_cut(z, w, sums, k, groups=512):
     of neighbours."""
     cut = np.arange(len(z) + 1)
     if len(z) > groups:
+        # ∫ f^(1/3)
         pull = np.append(
             0.0, np.cumsum(((w[1:] + w[:-1]) / 2) ** (1 / 3) * np.diff(z) ** (2 / 3))
-        )  # ∫ f^(1/3)
+        )
         inner = np.searchsorted(pull, np.arange(1, groups) / groups * pull[-1])
         cut = _refill(np.concatenate([[0], inner, [len(z)]]), z, sums, groups)
     return cut[_best_cut([s[cut] for s in sums], k)]
@@ -512,13 +513,11 @@ def _int8_grid(cb):
         )
         return Int8Grid(odd, float(y[-1]) / (2**cb.bits - 1), cb.mse)
     size = np.unique(np.abs(y)[np.abs(y) > 0])
-    cuts = (np.arange(127) + 0.5) / size[
-        :, None
-    ]  # 1/step at which some level changes its integer
+    # 1/step at which some level changes its integer
+    cuts = (np.arange(127) + 0.5) / size[:, None]
     cuts = np.unique(cuts[cuts < 254 / size[-1]])
-    inv = np.append(
-        (cuts[1:] + cuts[:-1]) / 2, 127 / size[-1]
-    )  # one point in each interval between cuts
+    # one point in each interval between cuts
+    inv = np.append((cuts[1:] + cuts[:-1]) / 2, 127 / size[-1])
     best = (math.inf, None, None)
     for part in np.array_split(inv, max(1, inv.size // 1000)):
         n = np.clip(np.rint(y * part[:, None]), -127, 127)

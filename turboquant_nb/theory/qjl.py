@@ -36,9 +36,8 @@ def sketch_matrix(
     rows."""
     m, d, seed = checks.whole(m, "m", 1), checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
     checks.one_of(kind, "kind", _BLOCKS)
-    generator = seeded_generator(
-        f"qjl-{kind}", seed
-    )  # no draws in common with a rotation of this seed
+    # no draws in common with a rotation of this seed
+    generator = seeded_generator(f"qjl-{kind}", seed)
     with torch.inference_mode(False):  # the matrix must stay usable in autograd
         S = torch.empty(m, d, dtype=torch.float32, device="cpu")
         for rows in S.split(d):

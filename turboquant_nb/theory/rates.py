@@ -71,9 +71,8 @@ class MixedCodebook:
 
     books: dict | tuple  # {bits: Codebook}; kept as one Codebook per channel, None at 0 bits
     channel_bits: tuple  # d integers from 0 to 8; a channel of 0 bits reads as 0
-    std: Tensor | None = (
-        None  # [d] fp32 > 0: channel j has this standard deviation; None: all 1
-    )
+    # [d] fp32 > 0: channel j has this standard deviation; None: all 1
+    std: Tensor | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "channel_bits", _per_channel(self.channel_bits))
@@ -278,9 +277,8 @@ def allocate_channels(
     )
 
 # %% ../../nbs/15_rates.ipynb #eac988e8
-_MARK = (
-    0x54514E42  # lies under the first code; what a decoder must find when it has read the last
-)
+# lies under the first code; what a decoder must find when it has read the last
+_MARK = 0x54514E42
 
 
 def _coder(probs, d):
@@ -353,9 +351,8 @@ def _merge(book: Codebook, planes: int) -> Codebook:
     probs = runs(book.probs).sum(1)
     first = runs(book.probs * book.means).sum(1)
     y = np.divide(first, probs, out=runs(book.levels64).mean(1), where=probs > 0)
-    power = (
-        book.mse + (book.probs * book.levels64 * (2 * book.means - book.levels64)).sum()
-    )  # E x²
+    # E x²
+    power = book.mse + (book.probs * book.levels64 * (2 * book.means - book.levels64)).sum()
     mse = float(power - (probs * y**2).sum())
     edges = book.edges[2**planes - 1 :: 2**planes].clone()
     levels = torch.tensor(y, dtype=torch.float32, device=edges.device)

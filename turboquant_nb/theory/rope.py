@@ -181,9 +181,8 @@ def commutant_part(
     P = torch.zeros_like(M)
     P[first[:, None], first] = P[second[:, None], second] = a
     P[second[:, None], first], P[first[:, None], second] = b, -b
-    still = torch.ones(
-        len(M), dtype=torch.bool, device="cpu"
-    )  # channels that no position moves
+    # channels that no position moves
+    still = torch.ones(len(M), dtype=torch.bool, device="cpu")
     still[first] = still[second] = omega == 0
     return torch.where(still[:, None] & still, M, P)
 

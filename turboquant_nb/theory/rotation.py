@@ -28,9 +28,8 @@ def haar_qr(
     return Q * sign.unsqueeze(-2)  # column j of Q takes the sign of R_jj
 
 # %% ../../nbs/11_rotation.ipynb #76b3ee9a
-_cpu64 = dict(
-    device="cpu", dtype=torch.float64
-)  # explicit: callers may have changed the default device or dtype
+# explicit: callers may have changed the default device or dtype
+_cpu64 = dict(device="cpu", dtype=torch.float64)
 
 
 def seeded_generator(kind: str, seed: int) -> torch.Generator:

@@ -169,9 +169,8 @@ def best_scales(
     log = 0.25 * ((m + low_m) / (c + low_c)).log2()
     log = torch.where((m > low_m) & (c > low_c), log, log.nanmedian(1, keepdim=True).values)
     log = (log - log.mean(1, keepdim=True)).nan_to_num(0.0)
-    shifts = (
-        torch.arange(8, dtype=torch.float64)[:, None, None] / 8
-    )  # a common factor changes no cost
+    # a common factor changes no cost
+    shifts = torch.arange(8, dtype=torch.float64)[:, None, None] / 8
     tried = (log + shifts).round().exp2()  # [8, H, d]
     cost = (c * tried.square()).sum(2) * (m / tried.square()).sum(2)
     return tried.gather(0, cost.argmin(0)[None, :, None].expand(1, *log.shape))[0].float()

@@ -228,6 +228,7 @@ def _antisymmetric(half: tuple) -> tuple:
     return (*(-v for v in reversed(half)), *half)
 
 
+# by bits: the smallest error that was found; results/trellis/masks-h100.json
 TRELLISES = {
     1: Trellis(1, 8, (20, 130, 79), _antisymmetric((0.3471, 0.4822, 0.7857, 1.4235))),
     2: Trellis(
@@ -242,4 +243,4 @@ TRELLISES = {
         (16, 98, 129, 68),
         _antisymmetric((0.0906, 0.2867, 0.4789, 0.7082, 0.9518, 1.273, 1.7183, 2.4134)),
     ),
-}  # by bits: the smallest error that was found; results/trellis/masks-h100.json
+}
