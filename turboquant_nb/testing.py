@@ -155,7 +155,7 @@ def no_worse_than(
         (e.max().item(), r.max().item()),
         (e.square().mean().sqrt().item(), r.square().mean().sqrt().item()),
     ]
-    ratio = max(0.0 if x == 0 else math.inf if y == 0 else x / y for x, y in pairs)
+    ratio = max((x / y if y else math.inf for x, y in pairs if x), default=0.0)
     line = (
         f"error / reference error = {ratio:.3g} (largest {pairs[0][0]:.3g} against "
         f"{pairs[0][1]:.3g}, limit {factor:g}x)"

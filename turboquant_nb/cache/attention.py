@@ -245,7 +245,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class _Sight:
+class _Visibility:
     "Which positions the queries of a call see, and which of these they read exactly."
 
     store: KVStore
@@ -268,7 +268,7 @@ class _Sight:
         return max(self.first, store.length - self.tokens - window + 1)
 
     def _columns(self, x: Tensor, positions: Tensor) -> Tensor:
-        "Of a mask or a bias what concerns `positions` [B|1, T]: [B, Hq|1, n, T]."
+        "The columns of a mask or a bias that concern `positions` [B|1, T]: [B, Hq|1, n, T]."
         index = (positions - self.first).clamp(min=0)[:, None, None, :]
         index = index.expand(self.store.batch, x.shape[1], self.tokens, -1)
         return x.expand(self.store.batch, -1, self.tokens, -1).gather(-1, index)
@@ -283,39 +283,39 @@ class _Sight:
         "[B|1, Hq|1, n, T] in the row order of the queries: [B|1, H|1, g*n, T]."
         if seen.shape[1] == 1:
             return seen.repeat(1, 1, self.groups, 1)
-        b, _, _, length = seen.shape
-        return seen.reshape(b, self.store.heads, self.groups * self.tokens, length)
+        return seen.reshape(len(seen), self.store.heads, self.groups * self.tokens, -1)
 
     def visible(self, positions: Tensor) -> Tensor:
         "Which of `positions` [B|1, T] each row sees."
-        store, rule, first = self.store, self.rule, self.first
+        rule = self.rule
         if self.mask is None:
-            seen = visible(store, self.tokens, positions, rule.causal, rule.sliding_window)
+            seen = visible(self.store, self.tokens, positions, rule.causal, rule.sliding_window)
         else:
             seen = self._columns(self.mask, positions)
-        return self._rows(seen & (positions >= first)[:, None, None, :])
+        return self._rows(seen & (positions >= self.first)[:, None, None, :])
 
     def exact(self, positions: Tensor) -> Tensor:
         """Which of `positions` [B|1, T] are read exactly: the same for all rows [B, 1, 1, T],
         or with `recent` for each [B, 1, g*n, T]."""
-        store, n, past = self.store, self.tokens, self.past
+        store, past = self.store, self.past
         since = store.clock.exact_from(store)
         sinks = store.recipe.sinks
         if self.recent is None:
             return store.ranges.is_exact(positions, sinks, since)
         since = torch.minimum(since, past) if store.clock.by_device else min(since, past)
-        at = (torch.arange(n, device=store.device) + (store.clock.now(store) - n))[:, None]
+        first = store.clock.now(store) - self.tokens
+        at = (torch.arange(self.tokens, device=store.device) + first)[:, None]
         since = (at - self.recent + 1).clamp(min=since)
         return self._rows(store.ranges.is_exact(positions, sinks, since))
 
 
-def _coded_blocks(sight: _Sight, blocks: Blocks, size: int, end: int):
+def _coded_blocks(visibility: _Visibility, blocks: Blocks, size: int, end: int):
     """Coded tokens below `end`, so many at a time: (positions [B|1, T], what `blocks` read of
     each side, angles [B, 1, T, r] of these positions where a mean rotates, else None)."""
-    store = sight.store
+    store = visibility.store
     sides = "key", "value"
     rotates = store.key.q.centre.rotates
-    for lo in range(sight.begin, end, size):
+    for lo in range(visibility.begin, end, size):
         hi = min(lo + size, end)
         read = {x: blocks.vectors(store, x, lo, hi) for x in sides}
         rows = angles(store, lo, hi) if rotates else None
@@ -334,14 +334,16 @@ def _coded_scores(query: GroupedQueries, rule: Rule, read: dict, rows, product) 
     return query.terms.scores(rows) + out
 
 
-def _add_coded(soft: _Softmax, query: GroupedQueries, sight: _Sight, blocks: Blocks, size: int):
+def _add_coded(
+    soft: _Softmax, query: GroupedQueries, visibility: _Visibility, blocks: Blocks, size: int
+):
     "Coded tokens, block by block, without those that are read exactly."
-    store, rule = sight.store, sight.rule
+    store, rule = visibility.store, visibility.rule
     # with `recent`, some rows read the chunk's codes
-    last = sight.past if sight.recent is None else store.clock.now(store)
+    last = visibility.past if visibility.recent is None else store.clock.now(store)
     end = store.clock.bound(store) if store.clock.by_device else last
-    for positions, read, rows in _coded_blocks(sight, blocks, size, end):
-        seen = sight.visible(positions) & ~sight.exact(positions)
+    for positions, read, rows in _coded_blocks(visibility, blocks, size, end):
+        seen = visibility.visible(positions) & ~visibility.exact(positions)
         v, v_scale = read[rule.value_side]
         if store.clock.by_device:  # what lies beyond the length may be anything
             held = positions < last
@@ -351,18 +353,18 @@ def _add_coded(soft: _Softmax, query: GroupedQueries, sight: _Sight, blocks: Blo
             else:
                 v_scale = v_scale.where(held[:, None], 0)
         scores = _coded_scores(query, rule, read, rows, blocks.product)
-        scores = _masked(scores, seen, rule.softcap, sight.bias(positions))
+        scores = _masked(scores, seen, rule.softcap, visibility.bias(positions))
         soft.add_coded(scores, v, v_scale, blocks.product)
 
 # %% ../../nbs/32_attention.ipynb #04366c1c
-def _add_exact(soft, query, sight, k, v, positions, before=math.inf):
+def _add_exact(soft, query, visibility, k, v, positions, before=math.inf):
     "Tokens in the model's basis, of these positions, as far as they lie before one."
-    seen = sight.visible(positions) & (positions < before)[:, None, None, :]
-    if sight.recent is not None:
-        seen = seen & sight.exact(positions)
+    seen = visibility.visible(positions) & (positions < before)[:, None, None, :]
+    if visibility.recent is not None:
+        seen = seen & visibility.exact(positions)
     scores = query.plain @ k.float().transpose(-1, -2)
-    bias = sight.bias(positions)
-    soft.add(_masked(scores, seen, sight.rule.softcap, bias), v.float())
+    bias = visibility.bias(positions)
+    soft.add(_masked(scores, seen, visibility.rule.softcap, bias), v.float())
 
 
 def _finish(soft: _Softmax, call: Call) -> Answer:
@@ -378,8 +380,9 @@ def _finish(soft: _Softmax, call: Call) -> Answer:
 # %% ../../nbs/32_attention.ipynb #5f3c427d
 def check_call(call: Call, block: int | None = None) -> None:
     "Raises ValueError/TypeError on shapes, dtypes, devices or numbers that do not fit."
-    rule, store, q, k, v, _, first, recent, *_ = call
-    first = store.offset if first is None else first
+    rule, store, q, k, v, *_ = call
+    recent = call.recent
+    first = store.offset if call.first is None else call.first
     checks.floats(q, "q")
     b, h = store.batch, store.heads
     dk, dv = rule.sizes(store)
@@ -447,19 +450,25 @@ class Reference(Backend):
 
     def run(self, call: Call) -> Answer:
         "Raises ValueError/TypeError on shapes, dtypes or devices that do not fit."
-        rule, store, q, k, v, mask, first, recent, _, bias = call
+        rule, store, q, k, v, *_ = call
         if not store.clock.by_device:
             store.clock.learn(store)
         check_call(call, self.block)
         query = group_queries(call)
-        n = q.shape[2]
-        first = store.offset if first is None else first
-        past = store.clock.now(store)
-        past = past if k is None else past - k.shape[2]
-        groups = q.shape[1] // store.heads
-        sight = _Sight(store, rule, n, groups, mask, first, past, recent, bias)
+        past = store.clock.now(store) - (0 if k is None else k.shape[2])
+        visibility = _Visibility(
+            store=store,
+            rule=rule,
+            tokens=q.shape[2],
+            groups=q.shape[1] // store.heads,
+            mask=call.mask,
+            first=store.offset if call.first is None else call.first,
+            past=past,
+            recent=call.recent,
+            added=call.bias,
+        )
         soft = _Softmax(query.plain.shape[:3], q.device, rule.sizes(store)[1])
-        _add_coded(soft, query, sight, self.blocks, self.block_of(store))
+        _add_coded(soft, query, visibility, self.blocks, self.block_of(store))
         exact = {}
         positions = None
         for side in ("key", "value"):
@@ -467,10 +476,10 @@ class Reference(Backend):
         if positions.shape[1]:
             keys = [exact[side] for side in rule.key_sides]
             keys = keys[0] if len(keys) == 1 else torch.cat(keys, -1)
-            _add_exact(soft, query, sight, keys, exact[rule.value_side], positions, past)
+            _add_exact(soft, query, visibility, keys, exact[rule.value_side], positions, past)
         if k is not None and k.shape[2]:
             positions = torch.arange(k.shape[2], device=q.device)[None] + past
-            _add_exact(soft, query, sight, k, v, positions)
+            _add_exact(soft, query, visibility, k, v, positions)
         return _finish(soft, call)
 
 

@@ -58,19 +58,19 @@ class _MomentsObserver:
     def observe(self, call: AttentionCall) -> tuple:
         """Add the states [B, Hq, n, d] and [B, H, n, d] of whole windows; keys and values go on
         as they are."""
-        _, query, key, value, *_ = call
+        key = call.key
         layer = call.module.layer_idx
         b, h, n, d = key.shape
         x = key.float()
         frame = self.frames.get(layer)
         if frame is not None:
             x = x - frame_center(frame, self.inv_freqs[layer], n, x.device)
-        q = query.float().reshape(b, h, -1, n, d)
+        q = call.query.float().reshape(b, h, -1, n, d)
         # [tokens, H, d]
         rows = lambda x: x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)
         self.moments.add("key", layer, rows(x))
         self.moments.add("query", layer, rows(q))
-        return key, value
+        return key, call.value
 
 # %% ../../nbs/60_calibrate.ipynb #29bfd3ce
 def observing(
@@ -102,7 +102,8 @@ def _check_shown(decoder, info: ModelInfo, id: Tensor) -> None:
         got = f"layers {seen.layers('key')} of {coded}"
         raise ValueError(f"{config.model_type} does not show its keys: the pass saw {got}")
     for i in coded:
-        _, h, _, d = cache.layers[i].keys.shape
+        keys = cache.layers[i].keys
+        h, d = keys.shape[1], keys.shape[3]
         shown = list(seen.second["key", i].shape[:2])
         if [h, d] != shown:
             what = f"{h} x {d} a token in layer {i} and attends to {shown[0]} x {shown[1]}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Callable
 
 from .app import Usage, app, at_fault, command, lazy, message, option, options
-from .generate import Seen, Writing, generated, stop_tokens
+from .generate import TokenRecorder, Writing, generated, stop_tokens
 from turboquant_nb.cli.inputs import (
     CHAT,
     NO_TEMPLATE,
@@ -77,13 +77,19 @@ class Conversation:
         chat: bool = True,
         system: str | None = None,
     ):
-        self.model, self.tokenizer, self.new_cache = model, tokenizer, new_cache
-        self.chat, self.system = chat, system
+        self.model = model
+        self.tokenizer = tokenizer
+        self.new_cache = new_cache
+        self.chat = chat
+        self.system = system
         self.clear()
 
     def clear(self) -> None:
         "Forget everything said."
-        self.ids, self.messages, self.cache = [], [], self.new_cache()
+        cache = self.new_cache()
+        self.ids = []
+        self.messages = []
+        self.cache = cache
 
     def new_tokens(self, text: str) -> list:  # of int
         "What the model reads next if this is said."
@@ -107,7 +113,7 @@ class Conversation:
         without room for an answer."""
         new = self.new_tokens(text)
         ids = self.ids + new
-        seen = Seen(streamer)
+        seen = TokenRecorder(streamer)
         limit = min(limit, context_length(self.model) - len(ids))
         if not new:
             raise Usage("the message has no tokens")
@@ -194,7 +200,9 @@ def load_conversation(talk: Conversation, path) -> None:
             f"{len(ids)}"
         )
     talk.cache, talk.ids = cache, ids
-    talk.messages, talk.chat, talk.system = about["messages"], about["chat"], about["system"]
+    talk.messages = about["messages"]
+    talk.chat = about["chat"]
+    talk.system = about["system"]
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #697d1e84
 def status(cache, seconds: float = 0.0, tokens: int = 0) -> str:  # one line
@@ -327,7 +335,8 @@ class _Streamer:
     def put(self, value) -> None:
         "The prompt, then tokens."
         if not self.prompt:
-            self.last, self.count = time.monotonic(), self.count + value.numel()
+            self.last = time.monotonic()
+            self.count += value.numel()
             self.began = self.began or self.last
         self.prompt = False
         if self.text is not None:

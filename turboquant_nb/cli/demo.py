@@ -203,7 +203,7 @@ class _Demo:
     )
 
     def settled(self, typed: Typed) -> "_Demo":
-        "With --quick, little in place of what was not typed."
+        "What is run: with --quick, little in place of what was not typed."
         little = {"recipes": ["k3v3"], "new_tokens": 24, "score_tokens": 16}
         left = {name: x for name, x in little.items() if name not in typed.given}
         return replace(self, **left) if self.quick else self

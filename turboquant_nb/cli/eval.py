@@ -121,10 +121,10 @@ class Windows:
     )
 
     def __post_init__(self):
-        n, length, begin = self.windows, self.length, self.begin
-        if n < 2 or length < 32 or not 16 <= begin <= length - 8:
+        length, begin = self.length, self.begin
+        if self.windows < 2 or length < 32 or not 16 <= begin <= length - 8:
             low = "--windows must be at least 2, --length 32, and --prompt from 16 to --length "
-            raise Usage(f"{low}- 8; got {n}, {length} and {begin}")
+            raise Usage(f"{low}- 8; got {self.windows}, {length} and {begin}")
         read_texts(self.text)
 
     @property

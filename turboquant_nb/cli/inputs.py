@@ -216,8 +216,12 @@ def read_prompt(prompt: Prompt) -> str:
     if prompt.stdin not in (None, "-"):
         raise Usage(f"what is {prompt.stdin!r}? A prompt is given by {ways}")
     path = prompt.stdin or prompt.file
-    where = "standard input" if path == "-" else f"the file {path}" if path else "--prompt"
-    text = prompt.prompt if first == "--prompt" else _decoded(path, where)
+    if path is None:
+        where = "--prompt"
+        text = prompt.prompt
+    else:
+        where = "standard input" if path == "-" else f"the file {path}"
+        text = _decoded(path, where)
     if not text.strip():
         raise Usage(f"the prompt is empty ({where})")
     return text
@@ -309,7 +313,7 @@ class Weights:
 
 @options("Model")
 class Source(Weights):
-    "The same, and how it attends."
+    "A model, the dtype of its weights, its device, and how it attends."
 
     attention: Attention = option(
         Attention.turboquant,

@@ -425,14 +425,15 @@ def plan(ask: Plan, output: Output) -> None:
 def _tell(ask: Plan, rows: list, about: dict) -> None:
     "The table, and in words what it rests on."
     known = about["memory"] is not None
-    tokens = lambda n: "none" if not n else "any" if n >= MOST else f"{n:,}"
+    tokens = lambda n: {0: "none", MOST: "any"}.get(n, f"{n:,}")
     names = ["cache", "bytes", "bits per value", "smaller", "with weights"]
     lines = [names + ["fits", "largest context"] * known]
     for d in rows:
         line = [d["cache"], in_words(d["nbytes"]), f"{d['bits_per_value']:.2f}"]
         line += [f"{d['ratio']:.2f}x", in_words(d["nbytes"] + about["weights"])]
-        fits = ["yes" if d["fits"] else "no", tokens(d["largest_context"])] if known else []
-        lines.append(line + fits)
+        if known:
+            line += ["yes" if d["fits"] else "no", tokens(d["largest_context"])]
+        lines.append(line)
     show_table(lines)
     print("\n" + "\n".join(_assumed(ask, about)))
 

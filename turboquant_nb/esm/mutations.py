@@ -292,9 +292,10 @@ CAPTURE_FROM = 5
 def _tables(turbo: TurboEsm, method: str, lengths: Counter, graphs):
     """A function from sequences to `masked_marginals`; lengths that come often are captured,
     one graph at a time."""
-    on_gpu = turbo.base.device.type == "cuda"
-    kind = (CudaGraph if on_gpu else None) if graphs is True else graphs or None
-    if kind is None or method != "frozen" or why_not_captured(turbo.code):
+    kind = graphs
+    if graphs is True:
+        kind = turbo.base.device.type == "cuda" and CudaGraph
+    if not kind or method != "frozen" or why_not_captured(turbo.code):
         return lambda s: masked_marginals(turbo, s, method)
     graph = None
     failed = set()

@@ -390,7 +390,7 @@ class FittedTransform(NamedTuple):
         return (x.float() - mean) @ move(self.into[layer]).mT
 
     def coded(self, bits: Tensor, levels: dict) -> SideCode:
-        "With tables of these bits, as `join_levels` takes them."
+        "The code with tables of these bits, as `join_levels` takes them."
         fixed = (t.float().contiguous() for t in self[:3])
         inv_freq = None if self.inv_freq is None else self.inv_freq.float()
         return SideCode(*fixed, bits, join_levels(bits, levels), inv_freq)
@@ -524,7 +524,10 @@ class _Costs:
     `CodeStatistics`."""
 
     def __init__(self, statistics, fits, counts, dense, most=7):
-        self.most, self.dense, self.statistics, self.fits = most, dense, statistics, fits
+        self.most = most
+        self.dense = dense
+        self.statistics = statistics
+        self.fits = fits
         self.errors = {s: _Errors(h, most) for s, h in counts.items()}
         shape = (*fits["key"].mean.shape, most + 1)
         self.out = {s: torch.zeros(shape, dtype=torch.float64) for s in counts}
@@ -606,7 +609,7 @@ class TransformCode:
         return 8 * wide / (2 * layers * heads * d)
 
     def to(self, device) -> "TransformCode":
-        "The same on another device."
+        "A copy of the code on another device."
         move = lambda s: SideCode(**{n: t.to(device) for n, t in s.tensors().items()})
         return replace(self, key=move(self.key), value=move(self.value))
 

@@ -391,7 +391,7 @@ def _decoding_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of 
 
 
 def _read_back_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of _Call
-    "The same for a cache that codes all tokens of a layer at once and hands all of them back."
+    "What each layer gives a cache that codes all tokens at once, and what it hands back."
     dtype = candidate.dtype or model.dtype
     pairs = pair_cache(model, candidate.recipe, dtype, all_quantised=True)
     with attending(model, PAIR, pair_attention):

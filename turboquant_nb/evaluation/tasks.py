@@ -154,7 +154,8 @@ def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
     found = {}
 
     def observe(call):
-        _, query, key, value, mask, *rest, _, _ = call
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        rest = call.scaling, call.softcap, call.sink
         layer = call.module.layer_idx
         late = None if mask is None else mask[..., prompt:, :]
         out = _dense(query, key, value, mask, *rest)

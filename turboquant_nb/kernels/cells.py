@@ -37,7 +37,7 @@ from turboquant_nb.kernels.encode_launch import (
 )
 from .encode_short import between_steps, leave_vectors, take_symbols
 from .launch import Plan, select_kernel
-from .launcher import Launcher
+from .launcher import Launcher, strides
 from .viterbi import find_symbols
 from ..quant.quantizer import Quantizer
 
@@ -133,8 +133,7 @@ class CellPlan(CellCodes):
         return dict(
             CELLS=cache,
             SCALES=cache.view(self.scale_dtype),
-            block_stride=cache.stride(0),
-            head_stride=cache.stride(1),
+            **strides(cache, "block_stride", "head_stride"),
         )
 
 # %% ../../nbs/45b_cells.ipynb #45b0000c
@@ -368,14 +367,12 @@ def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Te
     kc, vc = plan.constants(k.dtype)
     named = plan.memory(cache) | dict(
         KX=k,
-        kt=k.stride(0),
-        kh=k.stride(1),
+        **strides(k, "kt", "kh"),
         KW=one.parts,
         KTAB=room if key_table is None else key_table,
         kfactor=one.factor,
         VX=v,
-        vt=v.stride(0),
-        vh=v.stride(1),
+        **strides(v, "vt", "vh"),
         VW=two.parts,
         VTAB=room if value_table is None else value_table,
         vfactor=two.factor,
@@ -589,15 +586,11 @@ def append_recent(
         pdl = device_properties(k.device).dependent
         named = dict(
             K=k,
-            kt=k.stride(0),
-            kh=k.stride(1),
+            **strides(k, "kt", "kh"),
             V=v,
-            vt=v.stride(0),
-            vh=v.stride(1),
+            **strides(v, "vt", "vh"),
             NEAR=cache,
-            nb=cache.stride(0),
-            nh=cache.stride(1),
-            nt=cache.stride(2),
+            **strides(cache, "nb", "nh", "nt"),
             SLOTS=slots,
             ORIGINS=origins if sinks else slots,
             early=int(early),

@@ -200,8 +200,8 @@ def query_places(QUERY, sb, sh, sn, b, h, j, group, n):
 
 @triton.jit
 def _item(WORK, item, requests):
-    """Of an item of a list of work: its request, which of the request's parts it is, and
-    whether it is nobody's."""
+    """The request of an item of a list of work, which of the request's parts it is, and whether
+    it is nobody's."""
     b = tl.load(WORK + requests + 2 + item)
     nobody = b < 0
     b = tl.maximum(b, 0)

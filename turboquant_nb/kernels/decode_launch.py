@@ -89,7 +89,7 @@ class DecodeSizes(NamedTuple):
     @classmethod
     def of(cls, x: DecodeOperands) -> "DecodeSizes":
         batch, query_heads, n, d = x.q.shape
-        _, heads, tiles, tile = x.key_scale.shape
+        heads, tiles, tile = x.key_scale.shape[1:]
         dv = len(x.value_rotation)
         chunk = 0 if x.k is None else x.k.shape[2]
         sinks = x.key_sinks.shape[2]
@@ -219,7 +219,8 @@ def store_operands(
 ) -> DecodeOperands:
     "What kernels need of a call and its store."
     rule, store, q, k, v, *_ = call
-    kt, vt, key, value = store.key.tensors, store.value.tensors, store.key.q, store.value.q
+    kt, vt = store.key.tensors, store.value.tensors
+    key, value = store.key.q, store.value.q
     return DecodeOperands(
         last_dim_dense(q),
         store.key.memory.planes,
@@ -295,9 +296,9 @@ def _shared_constants(
 
 def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "Arguments that kernels have in common, by their names."
-    # the last stands where a tensor is missing
-    start, end, position, absent = (x.start, x.end, x.position, x.packed_lut)
-    sb, sh, sn, _ = x.q.stride()
+    start, end, position = x.start, x.end, x.position
+    absent = x.packed_lut  # stands where a tensor is missing
+    sb, sh, sn, *_ = x.q.stride()
     flags = (
         start is not None,
         end is not None,
@@ -435,7 +436,7 @@ def combine(
     rest = out if fast else torch.empty_like(out)
     keys, values = (x.key_sinks, x.key_recent), (x.value_sinks, x.value_recent)
     exact, mixed = exact_arguments(keys, values, x.k, x.v)
-    _, splits, rows = parts.lse.shape
+    splits, rows = parts.lse.shape[1:]
     together, each = _together(s, rows, shape.numel())
     few = s.sinks + s.recent + s.chunk
     at_once = min(16 if splits <= 32 else 64, 64 // together)

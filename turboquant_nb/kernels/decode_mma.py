@@ -282,10 +282,11 @@ def place_bits(d: int) -> tuple:
 def value_chain_asm(
     masks: tuple, bits: int, back: int, circular: bool
 ) -> tuple:  # (PTX, its constraints, PTX of the start, its constraints)
-    """The same for 16 tokens of four channels: lower half, upper half, bit plane (8 words each:
-    row, column), the words before them (32 registers, the first ones used), tables. Out: half x
-    pair x 2 (8 words each), the words to carry on. The start: what comes before a lane's first
-    channel, from the last channels of the lane before."""
+    """PTX that turns the codes of 16 tokens of four channels into levels, where a level is that
+    of a window. In: lower half, upper half, bit plane (8 words each: row, column), the words
+    before them (32 registers, the first ones used), tables. Out: half x pair x 2 (8 words
+    each), the words to carry on. The start: what comes before a lane's first channel, from the
+    last channels of the lane before."""
     base = lambda first, half, row, i: f"${first + 8 * half + 4 * row + i}"
     kinds = bits - 1
     rows = [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -331,7 +332,7 @@ def _chained_keys(w, t, G: gl.constexpr):
 
 @gluon.jit
 def _chained_values(w, carry, t, G: gl.constexpr):
-    "The same of values, and the words before the next piece."
+    "Levels of values that are those of windows, and the words before the next piece."
     return gl.inline_asm_elementwise(
         G.VASM,
         G.VIN,
@@ -628,7 +629,7 @@ def _channel(i, G: gl.constexpr):
 
 @gluon.jit
 def _copy_v(buf, slot, c, V, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr):
-    "The same for value piece c: RV x 16 channels of each half."
+    "Start copying value piece c (RV x 16 channels of each half) of tile t into a slot."
     half: gl.constexpr = G.DV // 2
     for r in gl.static_range(G.RV):
         m = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LV)) + (c * G.RV + r) * 16
@@ -676,8 +677,8 @@ def _fetch(
 # %% ../../nbs/43_decode_mma.ipynb #511f5e61
 @gluon.jit
 def _token_places(G: gl.constexpr):
-    """Of the 256 tokens of a tile as scores hold them: byte row, place in the page, place in
-    the tile."""
+    """Byte row, place in the page and place in the tile of the 256 tokens of a tile, as scores
+    hold them."""
     token = gl.arange(0, 256, layout=gl.SliceLayout(1, G.LF))  # quarter x 64 + byte row
     row = token % 64
     inside = token
@@ -1731,24 +1732,19 @@ def mma_attention(
     biased = x.cos_sin is not None and not fused
     centred = x.key_mean is not None and x.cos_sin is None
     pdl = gpu.dependent
-    programs, options = packaged_config(
-        gpu.capability,
-        size,
-        Q,
-        max(s.key_bits, s.value_bits),
-        "fused" if fused else "biased" if biased else "",
-    )
+    bits = max(s.key_bits, s.value_bits)
+    mean = "fused" * fused + "biased" * biased
+    programs, options = packaged_config(gpu.capability, size, Q, bits, mean)
     rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs * gpu.processors, 256)
     splits = rule.splits(coded)
     # rotate back in registers
     fast = x.value_hadamard and s.d == s.dv and s.d in (64, 128, 256)
     fast_k = fast and x.key_hadamard
     factor = x.scaling * (1.0 if x.softcap else _LOG2E.value)
-    bias, launches = (
-        score_bias(x, s, shared, blocks * Q, factor, pdl and not fast_k)
-        if biased
-        else (None, [])
-    )
+    bias, launches = None, []
+    if biased:
+        early = pdl and not fast_k
+        bias, launches = score_bias(x, s, shared, blocks * Q, factor, early)
     parts = Parts.empty(x, s, Q, splits)
     absent = x.packed_lut
     rotated = parts.out
@@ -1797,11 +1793,8 @@ def mma_attention(
             G=form,
         )
     )
-    slots = (
-        slots
-        | (dict(BIAS="bias") if biased else {})
-        | (dict(FAR="far_angles") if fused else {})
-    )
+    slots = slots | (dict(BIAS="bias") if biased else {})
+    slots |= dict(FAR="far_angles") if fused else {}
     launches.append(
         _mma_launcher(s.batch * s.heads * blocks * splits, named, slots, num_warps=1, **options)
     )

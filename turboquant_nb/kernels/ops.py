@@ -202,7 +202,7 @@ class Flash(Backend):
     name, served = "flash", "chunk"
 
     def refuses(self, call: Call) -> str:
-        _, store, q, k, v, *_ = call
+        store, q, k, v = call.store, call.q, call.k, call.v
         n, d = q.shape[2], q.shape[3]
         if n <= 16:
             return "up to 16 tokens are served on codes"
@@ -317,11 +317,12 @@ def _choice(backend: str, among: dict, refuses, what: str) -> Choice:
 # %% ../../nbs/46_ops.ipynb #4fe2d1e6
 def select_backend(call: Call) -> Choice:
     "Who serves a call: what `attend` would do with it. Raises as it does."
-    rule, store, q, k, v, mask, first, recent, _, bias = call
+    rule, store, q, k, v, *_ = call
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
-    place = first in (None, store.offset)
-    kind = rule, q.shape, q.dtype, chunk, grad, mask is None, place, recent, bias is None
+    place = call.first in (None, store.offset)
+    free = call.mask is None, call.bias is None
+    kind = rule, q.shape, q.dtype, chunk, grad, free, place, call.recent
     known = store.memo.setdefault("choices", {})
     if kind not in known:
         if len(known) > 64:  # chunks of many lengths

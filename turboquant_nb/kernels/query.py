@@ -139,7 +139,8 @@ def score_bias(
     )
     block = 16 if s.heads * rows <= 16 or pairs > 128 else 32
     still = s.d - 2 * pairs
-    tokens = 128 if pairs <= 64 else 64 if pairs <= 128 else 32  # operands lie in shared memory
+    # operands lie in shared memory
+    tokens = max(32, min(128, 8192 // padded_size(pairs)))
     named = shared | dict(
         M=x.key_mean,
         COS_SIN=x.cos_sin,
@@ -357,17 +358,15 @@ def _rotate_many_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    "The same for many rows, on tensor cores."
+    "Query rows times the matrix of their head, many at a time, on tensor cores."
     h = tl.program_id(1)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, j = (r // rows).to(tl.int64), r % rows
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     ok = (b < batch) & (j < group * n)
     at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
-    matrix, out = (
-        ROTATION + h.to(tl.int64) * th + c[None, :] * tc,
-        tl.zeros((ROWS, COLS), tl.float32),
-    )
+    matrix = ROTATION + h.to(tl.int64) * th + c[None, :] * tc
+    out = tl.zeros((ROWS, COLS), tl.float32)
     for first in range(0, D, SLICE):
         e = first + tl.arange(0, SLICE)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)

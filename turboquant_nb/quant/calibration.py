@@ -64,7 +64,7 @@ class LayerFrame:
         return next((name for name, x in names.items() if x is not None), "none")
 
     def on(self, device: torch.device) -> "LayerFrame":
-        """The same on a device, kept for whoever asks again: a copy to a GPU waits until it has
+        """A copy on a device, kept for whoever asks again: a copy to a GPU waits until it has
         done all that it was given."""
         if device not in self.placed:
             moved = {name: x.to(device) for name, x in self.tensors.items()}
@@ -72,13 +72,14 @@ class LayerFrame:
         return self.placed[device]
 
     def of_heads(self, heads: slice) -> "LayerFrame":
-        "That of some of the KV heads."
+        "The frame of some of the KV heads."
         return LayerFrame(**{name: x[heads] for name, x in self.tensors.items()})
 
 
 class FrameSums:
-    """Of the keys of one layer, and of the queries that read them, all that its frame is made
-    of. Windows are added one after the other; variances as Chan, Golub and LeVeque 1979."""
+    """Sums over the keys of one layer and over the queries that read them: all that its frame is
+    made of. Windows are added one after the other; variances as Chan, Golub and LeVeque
+    1979."""
 
     def __init__(
         self,
@@ -311,7 +312,7 @@ def allocate_layers(
     losses: dict,  # header["losses"] of what measure_sensitivity gave
     budget: float,  # average bits of all keys and values, within those measured
 ) -> list:  # (bits of keys, bits of values) of each layer that is coded
-    """Where bits are worth most. Raises TypeError/ValueError for a budget that no choice of the
+    """Bits where they are worth most. Raises TypeError/ValueError for a budget that no choice of the
     measured bits meets."""
     curves = [x for pair in zip(losses["key"], losses["value"]) for x in pair]
     sizes = [n for pair in losses["size"] for n in pair]

@@ -102,7 +102,7 @@ def register_family(
 
 
 def _text(config):
-    "Of a model with several parts, the configuration of the decoder."
+    "The configuration of the decoder of a model with several parts."
     part = getattr(config, "get_text_config", None)
     return config if part is None else part(decoder=True)
 

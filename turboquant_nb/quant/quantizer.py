@@ -170,7 +170,7 @@ class Extra(NamedTuple):
 
 
 def least_numbers(spec: Spec, code: "Code") -> dict:  # {name: least, or None}
-    "Of a scale and of what a code keeps besides: what a file can hold."
+    "The least values of a scale and of what a code keeps besides: what a file can hold."
     least = {"scale": 0 if spec.scale == "norm" else None}
     return least | {extra.name: extra.low for extra in code.extras}
 
@@ -203,7 +203,7 @@ class Code:
         return self.edges is not None
 
     def to(self, device) -> "Code":
-        "The same on another device."
+        "A copy of the code on another device."
         raise NotImplementedError
 
     def encode(self, u: Tensor) -> Tensor:
@@ -455,7 +455,7 @@ class Quantizer:
         return self.code.codebook
 
     def with_code(self, code: Code) -> "Quantizer":
-        "The same with another code."
+        "A quantizer of this spec that codes by another code."
         out = copy(self)
         out.code = code
         return out

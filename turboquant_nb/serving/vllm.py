@@ -23,7 +23,7 @@ from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
     LayerMemory,
-    Seen,
+    VisibleTokens,
     ServingConfig,
     States,
     connector_reasons,
@@ -107,17 +107,19 @@ def workspace_floats(
 
 @lru_cache(maxsize=64)
 def _on_device(numbers: tuple, device) -> Tensor:
-    "The same for all layers of a step."
+    "Numbers on the device, copied once for all layers of a step."
     return torch.tensor(numbers, dtype=torch.int32).to(device)
 
 
-def flash_of_vllm(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
+def flash_of_vllm(
+    q, k, v, seen: VisibleTokens, scaling: float, softcap: float | None = None
+) -> tuple:
     "vLLM's own attention kernel, with the interface of `dense`."
     flash_attn_varlen_func, version = flash_kernel()
     starts_q, starts_k, causal, left = seen
     longest = lambda starts: max(b - a for a, b in zip(starts, starts[1:]))
     at = [_on_device(tuple(s), q.device) for s in (starts_q, starts_k)]
-    window = [-1, 0 if causal else -1] if left is None else [left, 0 if causal else -1]
+    window = [-1 if left is None else left, 0 if causal else -1]
     out, lse = flash_attn_varlen_func(
         q.contiguous(),
         k.contiguous(),
@@ -147,7 +149,9 @@ def flash_kernel() -> tuple:  # (function, version)
     return flash_attn_varlen_func, get_flash_attn_version()
 
 
-def _wide_flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
+def _wide_flash(
+    q, k, v, seen: VisibleTokens, scaling: float, softcap: float | None = None
+) -> tuple:
     """`dense` without windows and soft caps for heads of more than 256 channels, which flash
     attention does not take: PyTorch's fused attention to what was before and to the queries'
     own tokens, joined."""
@@ -257,18 +261,18 @@ class Impl(AttentionImpl):
         key, value, center = _coders(self.config, name, d, device)
         codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
         rule = Rule(self.scale, self.window, self.softcap, sinks=self.logits)
-        flash = dense if not gpu else _wide_flash if d > 256 else flash_of_vllm
+        flash = dense
+        if gpu:
+            flash = _wide_flash if d > 256 else flash_of_vllm
         self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
         programs = self.programs * device_properties(device).processors if gpu else 0
         group = self.num_heads // self.num_kv_heads
-        floats = (
-            max(
+        floats = 0
+        if gpu:
+            floats = max(
                 workspace_floats(self.requests, self.num_kv_heads, group, d, programs, m)
                 for m in (SHORT, 1 + self.drafts)
             )
-            if gpu
-            else 0
-        )
         recent = self.config.recent
         page = self._page_tokens()
         # pages are cut for first tokens too, also of a layer that keeps none
@@ -361,11 +365,8 @@ class Impl(AttentionImpl):
             self._made(layer, query, kv_cache.shape[2])
             key, value = get_forward_context().no_compile_layers[self.shared].impl.now
         shaped = output.view(len(output), self.num_heads, self.head_size)
-        q, k, v = (
-            query.view(len(query), self.num_heads, -1),
-            key.view(len(key), self.num_kv_heads, -1),
-            value.view(len(value), self.num_kv_heads, -1),
-        )
+        q = query.view(len(query), self.num_heads, -1)
+        k, v = (x.view(len(x), self.num_kv_heads, -1) for x in (key, value))
         recent = None
         if self.config.recent:
             blocks, name, context = self._recent_blocks(layer)

@@ -108,7 +108,7 @@ class Pages:
 
     @classmethod
     def of(cls, vllm_config) -> "Pages":
-        "Of the layers that this process has made for an engine."
+        "Pages for the layers that this process has made for an engine."
         sizes = set()
         for layer in vllm_config.compilation_config.static_forward_context.values():
             if is_ours(layer):

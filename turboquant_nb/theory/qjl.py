@@ -34,7 +34,8 @@ def sketch_matrix(
     """The rows whose signs are kept, in blocks of d. TypeError/ValueError for a bad m, d, kind
     or seed. Source: Zandieh et al. 2024 (QJL), Definition 3.1; Yu et al. 2016 for orthogonal
     rows."""
-    m, d, seed = checks.whole(m, "m", 1), checks.whole(d, "d", 1), checks.whole(seed, "seed", 0)
+    m, d = checks.whole(m, "m", 1), checks.whole(d, "d", 1)
+    seed = checks.whole(seed, "seed", 0)
     checks.one_of(kind, "kind", _BLOCKS)
     # no draws in common with a rotation of this seed
     generator = seeded_generator(f"qjl-{kind}", seed)

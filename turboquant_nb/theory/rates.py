@@ -133,7 +133,7 @@ class MixedCodebook:
         return x if self.std is None else x * self.std.to(dtype)
 
     def to(self, device) -> "MixedCodebook":
-        "The same with its tables on `device`."
+        "The codebook with its tables on `device`."
         if all(b is None or b.levels.device == torch.device(device) for b in self.books):
             return self
         moved = {id(book): book and book.to(device) for _, _, book in self.groups}

@@ -123,7 +123,9 @@ def hadamard_form(
     factors = hadamard_factors(checks.whole(d, "d", 1))
     if factors is None:
         return "block"
-    return "sylvester" if set(factors) <= {2} else "paley" if len(factors) == 1 else "kronecker"
+    if set(factors) <= {2}:
+        return "sylvester"
+    return "paley" if len(factors) == 1 else "kronecker"
 
 
 def block_order(
@@ -310,11 +312,9 @@ def make_rotation(
             f"matrix must be given for kind 'matrix' and only then, got kind {kind!r} "
             f"{'without' if matrix is None else 'with'} one"
         )
-    return (
-        _given(d, matrix)
-        if kind == "matrix"
-        else _seeded(kind, d, None if kind == "identity" else seed)
-    )
+    if kind == "matrix":
+        return _given(d, matrix)
+    return _seeded(kind, d, None if kind == "identity" else seed)
 
 # %% ../../nbs/11_rotation.ipynb #dd47b307
 def fwht(

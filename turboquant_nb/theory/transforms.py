@@ -279,7 +279,7 @@ class HeadTransform(Transform):
         return _head_times(q, self.inverse_matrix)
 
     def to(self, device) -> "HeadTransform":
-        "The same on another device."
+        "A copy of the transform on another device."
         if self.matrix.device == torch.device(device):
             return self
         moved = (x.to(device) for x in (self.matrix, self.inverse_matrix))
