@@ -63,7 +63,7 @@ STRIDES = (
 def places(c, side):
     at = c.offsets
     planes = [x for name, x in at.items() if name.startswith(side) and "scale" not in name]
-    return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
+    return cells.PlanePlaces(*(planes + planes[-1:] * 2)[:3], at[f"{side} scale"])
 
 
 def compiled(fn, constants, types=TYPES, kind=ASTSource, **options):

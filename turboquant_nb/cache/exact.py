@@ -131,6 +131,14 @@ class ExactTokens:
         return torch.cat([self.sinks, recent], 2)
 
 # %% ../../nbs/30b_exact.ipynb #1e8c1497
+class _KnownStarts(NamedTuple):
+    "What the host knows of a tensor: its numbers while it is that tensor, unchanged."
+
+    tensor: Tensor | None = None
+    version: int = 0
+    numbers: tuple = ()
+
+
 class Ranges:
     "Positions [start, end) of each sequence that are real; what lies outside is padding."
 
@@ -150,24 +158,24 @@ class Ranges:
 
     def __setstate__(self, state):
         "A copy's tensor counts its changes anew."
-        self.__dict__.update(state | {"_known": (None, 0, ())})
+        self.__dict__.update(state | {"_known": _KnownStarts()})
         if state["_known"] is not None:
             self.know(state["_known"])
 
     def _is_known(self) -> bool:
-        tensor, version, _ = self._known
-        return tensor is self.start and tensor._version == version
+        known = self._known
+        return known.tensor is self.start and known.tensor._version == known.version
 
     @property
     def starts(self) -> tuple:
         "`start` as numbers; waits for the device where it changed since they were known."
         if not self._is_known():
             self.know(tuple(self.start.tolist()))
-        return self._known[2]
+        return self._known.numbers
 
     def know(self, numbers: tuple) -> None:
         "Note what `start` is, without waiting for the device."
-        self._known = self.start, self.start._version, numbers
+        self._known = _KnownStarts(self.start, self.start._version, numbers)
 
     def is_sink(
         self,

@@ -91,7 +91,8 @@ def _own_tokens(
             seen = seen & (j > i - sliding_window)
         s = tl.where(seen, s * 1.4426950408889634, -1e30)
         new = tl.maximum(top, s)
-        rescale, p = tl.exp2(top - new), tl.where(seen, tl.exp2(s - new), 0.0)
+        rescale = tl.exp2(top - new)
+        p = tl.where(seen, tl.exp2(s - new), 0.0)
         acc = acc * rescale[:, None] + p[:, None] * v[None, :]
         total = total * rescale + p
         top = new
@@ -133,7 +134,8 @@ def _recent_tokens(
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
     for first in range(0, recent + sinks, T):
         j = first + tl.arange(0, T)
-        oldest, begins = length - m - recent, j >= recent
+        oldest = length - m - recent
+        begins = j >= recent
         t = tl.where(begins, j - recent, oldest + j)
         there = (t >= 0) & (j < recent + sinks) & ((begins == 0) | (t < oldest))
         # first tokens lie in the block of the token before the step, behind its recent ones
@@ -230,9 +232,11 @@ def _join_kernel(
     bh = tl.program_id(0) // programs
     b, h = bh // heads, bh % heads
     r = tl.program_id(0) % programs * R + tl.arange(0, R)
-    ok, i = r < rows, r % m
+    ok = r < rows
+    i = r % m
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    token, head = (b * m + i).to(tl.int64), h * group + r // m
+    token = (b * m + i).to(tl.int64)
+    head = h * group + r // m
     length = tl.load(LENGTH + b)
     top = tl.full([R], float("-inf"), tl.float32)
     whole = tl.zeros([R], tl.float32)
@@ -316,8 +320,10 @@ def _join_kernel(
         logit = tl.load(LOGITS + head, mask=ok, other=0.0).to(tl.float32)
         most = tl.maximum(lse, logit)
         all_lse = most + tl.log(tl.exp(lse - most) + tl.exp(logit - most))
-        norm, lse = norm * tl.exp(all_lse - lse), all_lse
-    at, real = (token * ot + head * oh)[:, None] + e[None, :], ok[:, None] & (e < DV)[None, :]
+        norm = norm * tl.exp(all_lse - lse)
+        lse = all_lse
+    at = (token * ot + head * oh)[:, None] + e[None, :]
+    real = ok[:, None] & (e < DV)[None, :]
     if ROTATED:
         tl.store(REST + at, far / norm[:, None], mask=real)
         tl.store(OUT + at, near / norm[:, None], mask=real)
@@ -774,8 +780,8 @@ def _past_kernel(
         quarter, r = (t // R)[:, None], t % R
         k = read_levels(k_planes, LEVELS, 0, quarter, r, D, DP, R, KB, False, KX)
         v = read_levels(v_planes, LEVELS + 16, 0, quarter, r, DV, DVP, R, VB, True, VX)
-        k *= tl.load(SCALES + cell // 2 + (KA[3] // 2 + t)).to(tl.float32)[:, None]
-        v *= tl.load(SCALES + cell // 2 + (VA[3] // 2 + t)).to(tl.float32)[:, None]
+        k *= tl.load(SCALES + cell // 2 + (KA.scales // 2 + t)).to(tl.float32)[:, None]
+        v *= tl.load(SCALES + cell // 2 + (VA.scales // 2 + t)).to(tl.float32)[:, None]
         tl.store(K + at * kt + h * kh + d, k.to(K.dtype.element_ty), mask=here & (d < D))
         tl.store(V + at * vt + h * vh + e, v.to(V.dtype.element_ty), mask=here & (e < DV))
 
@@ -859,8 +865,11 @@ def _join_past_kernel(
 ):
     """M rows (token, head) of OWN become those of both parts, of which PAST is multiplied by a
     factor."""
-    row, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, DP)
-    token, head, real = (row // heads).to(tl.int64), (row % heads).to(tl.int64), row < rows
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    d = tl.arange(0, DP)
+    token = (row // heads).to(tl.int64)
+    head = (row % heads).to(tl.int64)
+    real = row < rows
     own = tl.load(OWN_LSE + token * lt + head * lh, mask=real, other=0.0).to(tl.float32)
     past = tl.load(PAST_LSE + token * mt + head * mh, mask=real, other=0.0).to(tl.float32)
     top = tl.maximum(tl.maximum(own, past), -1e38)

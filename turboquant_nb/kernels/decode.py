@@ -7,6 +7,8 @@ __all__ = ['plane_places', 'code_of_bytes', 'read_levels', 'soft_cap', 'query_pl
            'attend_exactly', 'add_splits', 'log_sum', 'key_products', 'combine_kernel']
 
 # %% ../../nbs/41_decode.ipynb #4b4c78b3
+from typing import NamedTuple
+
 from .encode import tl, triton
 from .encode_short import chain_places
 
@@ -85,15 +87,14 @@ def _index(
     if len(CHAIN) == 0:
         index = _codes(planes, tile, r, j, slot, real, D, R, BITS, BY_TOKEN)
     else:
-        window, place = r * 0, chain_places(j, CHAIN[0], CHAIN[1], False)
+        window = r * 0
+        place = chain_places(j, CHAIN[0], CHAIN[1], False)
         for back in tl.static_range(CHAIN[2] + 1):
             at = place - back
             if CHAIN[3]:
                 at = tl.where(at < 0, at + D, at)
-            seen, at = (
-                real & (at >= 0),
-                chain_places(tl.maximum(at, 0), CHAIN[0], CHAIN[1], True),
-            )
+            seen = real & (at >= 0)
+            at = chain_places(tl.maximum(at, 0), CHAIN[0], CHAIN[1], True)
             code = _codes(planes, tile, r, at, slot, seen, D, R, BITS, BY_TOKEN)
             window = window | code << (back * BITS)
         for bit in tl.static_range(len(CHAIN) - 4):
@@ -158,6 +159,19 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/41_decode.ipynb #206b8505
+class _Tokens(NamedTuple):
+    "Which tokens there are, and which of them are exact, as numbers of a kernel."
+
+    length: object  # of all
+    offset: object  # position of the first that is held
+    sinks: object
+    recent: object  # slots of the ring
+    recent_from: object  # position from which on tokens are exact
+    chunk: object  # the call's own exact tokens
+    own: object  # last tokens that each query reads exactly, itself included
+    sliding_window: object
+
+
 @triton.jit
 def _coded_range(
     at,
@@ -169,26 +183,27 @@ def _coded_range(
     HAS_END: tl.constexpr,
     SLIDING: tl.constexpr,
 ):
-    """From where to where queries at these positions read codes. tokens: how many there are,
-    and which of them are exact, as kernels take it."""
-    _, offset, sinks, _, _, _, _, sliding_window = tokens
-    low, high = at * 0 + sinks, at + 1
+    "From where to where queries at these positions read codes. tokens: `_Tokens`."
+    low = at * 0 + tokens.sinks
+    high = at + 1
     if HAS_START:
         low += tl.load(START + b).to(tl.int32)
     if HAS_END:
         high = tl.minimum(high, tl.load(END + b).to(tl.int32))
-    low = tl.maximum(low, offset)
+    low = tl.maximum(low, tokens.offset)
     if SLIDING:
-        low = tl.maximum(low, at - sliding_window + 1)
+        low = tl.maximum(low, at - tokens.sliding_window + 1)
     return low, tl.minimum(high, _exact_from(at, tokens))
 
 
 @triton.jit
 def _exact_from(at, tokens):
     "What is older is read from codes, but for sinks."
-    length, _, _, recent, recent_from, chunk, own, _ = tokens
-    held = tl.minimum(length - chunk, tl.maximum(recent_from, length - recent))
-    return tl.maximum(at + 1 - own, held)
+    held = tl.minimum(
+        tokens.length - tokens.chunk,
+        tl.maximum(tokens.recent_from, tokens.length - tokens.recent),
+    )
+    return tl.maximum(at + 1 - tokens.own, held)
 
 
 @triton.jit
@@ -212,7 +227,8 @@ def _item(WORK, item, requests):
 def cell_planes(CELLS, SCALES, cell, A: tl.constexpr):
     "Planes and scales of one side in the cell that begins at this byte."
     at = CELLS + cell
-    return (at + A[0], at + A[1], at + A[2]), SCALES + cell // 2 + A[3] // 2
+    planes = at + A.first, at + A.second, at + A.third
+    return planes, SCALES + cell // 2 + A.scales // 2
 
 
 @triton.jit
@@ -235,7 +251,8 @@ def _tile_at(
     if PAGED:
         PAGES, page_stride, block_stride, head_stride = pages
         page = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64)
-        cell, slot = page * block_stride + h.to(tl.int64) * head_stride, tile * 0
+        cell = page * block_stride + h.to(tl.int64) * head_stride
+        slot = tile * 0
         planes, scales = key
         value = cell_planes(planes[0], scales, cell, VA)
         key = cell_planes(planes[0], scales, cell, KA)
@@ -252,7 +269,9 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
         split, base = pid // (heads * blocks), pid % (heads * blocks)
         pid = base * splits + split
     bh, block = base // blocks, base % blocks
-    b, h, nobody = bh // heads, bh % heads, False
+    b = bh // heads
+    h = bh % heads
+    nobody = False
     if LISTED:
         b, split, nobody = _item(WORK, split, requests)
         bh = b * heads + h
@@ -342,7 +361,7 @@ def portable_kernel(
         length = tl.load(LENGTH + b * each_length)
     j = block * Q + tl.arange(0, Q)
     at = length - n + j % n
-    tokens = length, offset, sinks, recent, recent_from, chunk, own, sliding_window
+    tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
     low, high = _coded_range(at, b, START, END, tokens, HAS_START, HAS_END, SLIDING)
     d, dv = tl.arange(0, DP), tl.arange(0, DVP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
@@ -393,13 +412,13 @@ def portable_kernel(
 @triton.jit
 def _exact_where(i, start, tokens):
     "Positions of rows i of sinks, recent and chunk as one list, and whether they count."
-    length, _, sinks, recent, recent_from, chunk, _, _ = tokens
-    past = length - chunk
+    length, sinks, recent = tokens.length, tokens.sinks, tokens.recent
+    past = length - tokens.chunk
     w = i - sinks
     newest = (length - 1) % tl.maximum(recent, 1)  # slot of the last token in the ring
     in_ring = length - 1 - newest + w - tl.where(w > newest, recent, 0)
     pos = tl.where(w < 0, start + i, tl.where(w < recent, in_ring, past + w - recent))
-    held = tl.maximum(recent_from, length - recent)
+    held = tl.maximum(tokens.recent_from, length - recent)
     old = (w < 0) | ((pos >= held) & (pos >= start + sinks))
     return pos, tl.where(w < recent, old & (pos < past), pos < length)
 
@@ -444,7 +463,8 @@ def add_splits(
 ):
     """`used` splits of rows r, whose first ones lie at place0, SB at a time, after exact
     tokens: maximum, total, and the sums of exact and of coded tokens."""
-    e, far = tl.arange(0, DVP), tl.zeros([R, DVP], tl.float32)
+    e = tl.arange(0, DVP)
+    far = tl.zeros([R, DVP], tl.float32)
     for s0 in range(0, used, SB):
         part = s0 + tl.arange(0, SB)
         place = (place0[:, None] + part[None, :]) * Q + (r % Q)[:, None]
@@ -472,7 +492,8 @@ def add_splits(
 @triton.jit
 def log_sum(top, whole):
     "What outputs are divided by, and the natural log-sum-exp."
-    norm, safe = tl.where(whole != 0, whole, 1.0), tl.where(top == float("-inf"), 0.0, top)
+    norm = tl.where(whole != 0, whole, 1.0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
     lse = (safe + tl.log2(norm)) * 0.6931471805599453
     return norm, tl.where(whole != 0, lse, float("-inf"))
 
@@ -509,10 +530,10 @@ def _exact_tokens(
     total [R], sum [R, DVP]. keys, values: sinks, recent tokens and chunk, with its strides."""
     SK, WK, CK, ckb, ckh, ckn = keys
     SV, WV, CV, cvb, cvh, cvn = values
-    _, offset, sinks, recent, _, chunk, _, sliding_window = tokens
-    low = tl.maximum(start, offset) + at * 0
+    sinks, recent, chunk = tokens.sinks, tokens.recent, tokens.chunk
+    low = tl.maximum(start, tokens.offset) + at * 0
     if SLIDING:
-        low = tl.maximum(low, at - sliding_window + 1)
+        low = tl.maximum(low, at - tokens.sliding_window + 1)
     high = tl.minimum(at + 1, stop)
     since = _exact_from(at, tokens)
     m = tl.full([R], -1e30, tl.float32)
@@ -628,7 +649,7 @@ def combine_kernel(
         here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         keys, values = (SK, WK, CK, ckb, ckh, ckn), (SV, WV, CV, cvb, cvh, cvn)
-        tokens = length, offset, sinks, recent, recent_from, chunk, own, sliding_window
+        tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
         m, whole, near = _exact_tokens(
             q,
             b,

@@ -604,7 +604,8 @@ def _copy_k(buf, slot, c, K, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
         row = (m % 8) * 8 + (c * G.RK + r) * 2 + m // 8
         ok = (row[:, None] >= 0) & (col[None, :] < half) & go
         s = slot * G.PL * G.RK + r
-        page, row = _page(tiles, t, row, PAGED, G), row % G.RP
+        page = _page(tiles, t, row, PAGED, G)
+        row = row % G.RP
         base = K[0] + (_begin(page, G.RP * G.D, PAGED) + row * G.D)[:, None] + col[None, :]
         cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
         cp.async_copy_global_to_shared(buf.index(s + G.RK), base + half, mask=ok)
@@ -757,14 +758,14 @@ def _part(
     """Request, head, block of query rows and split of this program, where its output begins,
     and whether it is nobody's."""
     pid = gl.program_id(0)
-    split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
+    split = pid // blocks % splits
+    bh = pid // (blocks * splits)
+    block = pid % blocks
     if LISTED:  # items without work come last, else they are holes in what multiprocessors get
         split, bh = pid // (blocks * heads), pid // blocks % heads
-    b, h, out_row = (
-        bh // heads,
-        bh % heads,
-        ((bh * blocks + block) * splits + split).to(gl.int64),
-    )
+    b = bh // heads
+    h = bh % heads
+    out_row = ((bh * blocks + block) * splits + split).to(gl.int64)
     if PDL:
         if early == 0:
             tl.extra.cuda.gdc_wait()
@@ -772,7 +773,8 @@ def _part(
     if LISTED:
         b = gl.load(WORK + requests + 2 + split)
         nobody = b < 0
-        b, h = gl.maximum(b, 0), bh
+        b = gl.maximum(b, 0)
+        h = bh
         split = split - gl.load(WORK + 1 + b)
     return b, h, block, split, out_row, nobody
 
@@ -811,7 +813,8 @@ def _mean_inputs(
         + (h * group + j // n).to(gl.int64) * sh
         + (j % n).to(gl.int64) * sn
     )
-    at, m = q[None, :] + e[:, None], M + bh.to(gl.int64) * G.D + e
+    at = q[None, :] + e[:, None]
+    m = M + bh.to(gl.int64) * G.D + e
     ok = (e < G.H2)[:, None] & (j < group * n)[None, :]
     q1 = gl.load(at, mask=ok, other=0.0).to(gl.float32)
     q2 = gl.load(at + G.H2, mask=ok, other=0.0).to(gl.float32)
@@ -945,9 +948,10 @@ def _even_odd(NEAR, block, fast, slow, G: gl.constexpr, mma: gl.constexpr):
     "E + O and E - O of 16 positions, [16, Q]."
     at = NEAR + block * (16 * G.NEAR_ROW)
     cos = _near_operand(at, G.FP, G.LN, mma)
-    sums = mma_v2(cos, fast[1], gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
-    sums = mma_v2(cos, fast[0], sums)
-    sums = mma_v2(_near_operand(at + 16 * G.FP, G.FP, G.LN, mma), fast[2], sums)
+    high, low, sines = fast
+    sums = mma_v2(cos, low, gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
+    sums = mma_v2(cos, high, sums)
+    sums = mma_v2(_near_operand(at + 16 * G.FP, G.FP, G.LN, mma), sines, sums)
     functions = _near_operand(at + 32 * G.FP, 16, G.LS, mma)
     sums = mma_v2(functions, slow[0], mma_v2(functions, slow[1], sums))
     even, odd = gl.split(gl.reshape(sums, [16, G.Q, 2]))
@@ -1315,12 +1319,20 @@ def fragments_kernel(
         b, h, block, split, out_row, nobody = _part(
             WORK, requests, heads, blocks, splits, early, LISTED, PDL
         )
-        bh, out_row, mean_at = b * heads + h, out_row * Q, h
+        bh = b * heads + h
+        out_row = out_row * Q
+        mean_at = h
         base = bh * blocks + block
     else:
         pid = gl.program_id(0)
-        split, bh, block = pid // blocks % splits, pid // (blocks * splits), pid % blocks
-        b, h, base, nobody, mean_at = bh // heads, bh % heads, bh * blocks + block, False, bh
+        split = pid // blocks % splits
+        bh = pid // (blocks * splits)
+        block = pid % blocks
+        b = bh // heads
+        h = bh % heads
+        base = bh * blocks + block
+        nobody = False
+        mean_at = bh
         out_row = (base * splits + split).to(gl.int64) * Q
     if HAS_LENGTH:
         length = gl.load(LENGTH + b * each_length)
@@ -1369,7 +1381,8 @@ def fragments_kernel(
             nothing = gl.full([Q], float("-inf"), gl.float32, layout=column)
             gl.store(LSE + out_row + gl.arange(0, Q, layout=column), nothing)
             return
-        table, origin = PAGES + b.to(gl.int64) * page_stride, h.to(gl.int64)
+        table = PAGES + b.to(gl.int64) * page_stride
+        origin = h.to(gl.int64)
         tiles = (table, origin * head_stride, block_stride, last)
         scales = (table, origin * (head_stride // 2), block_stride // 2, last)
         K, V = _planes_of_cells(K0, G)

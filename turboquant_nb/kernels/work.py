@@ -56,7 +56,8 @@ def _work_kernel(
         count = _tiles_read(length, m, own, sinks, sliding_window, TILE, SLIDING)
         total += tl.sum(tl.where(b < batch, count, 0), 0)
     each = tl.maximum((total + parts - 1) // parts, 1)
-    before, request = 0, tl.zeros([N], tl.int32)
+    before = 0
+    request = tl.zeros([N], tl.int32)
     for b0 in range(0, batch, B):
         b = b0 + tl.arange(0, B)
         length = tl.load(LENGTH + b, mask=b < batch, other=0)
