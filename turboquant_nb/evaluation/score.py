@@ -453,15 +453,13 @@ def gap_limit(model, recipe) -> float:
 
 def one_pass_gate(
     model,
-    ids: Tensor,  # [n, L]; the first window is used
-    recipe="k3v3",  # preset, Recipe or list of them
-    prompt: int = 64,
-    steps: int = 16,
+    ids: Tensor,  # [n, L]; 16 tokens of the first window are decoded
+    prompt: int = 64,  # after so many of it
 ) -> dict:  # {"cmd", "value", "limit", "passed"}
-    """One pass against token-by-token decoding on the real cache, on the same states: equation
-    (83.1)."""
-    value = one_pass_gap(model, ids[:1, : prompt + steps], recipe, prompt)
-    limit = gap_limit(model, recipe)
+    """One pass against token-by-token decoding on the real cache of k3v3, on the same states:
+    equation (83.1)."""
+    value = one_pass_gap(model, ids[:1, : prompt + 16], "k3v3", prompt)
+    limit = gap_limit(model, "k3v3")
     cmd = (
         "one pass against token by token on the real cache: largest relative difference of a "
         "vector met, on the same states"

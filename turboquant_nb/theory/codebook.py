@@ -179,8 +179,9 @@ def _check_codes(codes, device, n):
         checks.within(codes, "codes", 0, n - 1)
 
 # %% ../../nbs/10_codebook.ipynb #c22d4d8b
-def _count_edges(x, edges, chunk=1 << 17):
+def _count_edges(x, edges):
     "Codes by counting the edges below x, in chunks that stay in the processor's cache."
+    chunk = 1 << 17
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     edges = edges.tolist()
     for a, c in zip(x.reshape(-1).split(chunk), codes.view(-1).split(chunk)):
@@ -449,10 +450,11 @@ def _best_cut(sums, k):
     return np.array([0] + cut[::-1])
 
 
-def _first_cut(z, w, sums, k, groups=512):
+def _first_cut(z, w, sums, k):
     """The best partition when there are few values; otherwise the best partition of 512 groups
     of neighbours."""
     cut = np.arange(len(z) + 1)
+    groups = 512
     if len(z) > groups:
         # ∫ f^(1/3)
         pull = np.append(
