@@ -198,8 +198,8 @@ def interpret_kernels() -> bool:
     if os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"
         for name in list(sys.modules):
-            if name.partition(".")[0] in ("triton", "turboquant_nb") and not name.startswith(
-                "triton._C"
-            ):  # compiled code is loaded once
+            ours = name.partition(".")[0] in ("triton", "turboquant_nb")
+            # compiled code is loaded once
+            if ours and not name.startswith("triton._C"):
                 del sys.modules[name]
     return True

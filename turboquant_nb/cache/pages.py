@@ -473,9 +473,8 @@ def sink_origins(
         while s < past[r]:
             at = rows[r][(past[r] - 1) // block]
             other = writer.get(at, r)
-            if (
-                past[other] >= past[r]
-            ):  # nobody writes to it, or the request itself, to other rows
+            # nobody writes to it, or the request itself, to other rows
+            if past[other] >= past[r]:
                 return -2 - at
             r = other
         return begins[r] + s - past[r]

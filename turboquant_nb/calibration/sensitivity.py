@@ -108,16 +108,13 @@ class _Prefix:
         which every layer saw other states."""
         if self.sound is None:
             whole = measure(*last)
-            _ = measure(*first)
+            measure(*first)
             self.sound = True
             with self.given(last[0]):
                 try:
                     self.sound = measure(*last) == whole
-                except (
-                    AttributeError,
-                    KeyError,
-                    TypeError,
-                ):  # a layer missed what another had to hand on
+                except (AttributeError, KeyError, TypeError):
+                    # a layer missed what another had to hand on
                     self.sound = False
 
 # %% ../../nbs/61_sensitivity.ipynb #70e1accd

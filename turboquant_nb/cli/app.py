@@ -218,9 +218,8 @@ def at_fault(
 def message(error: BaseException) -> str:
     "An error on one line; a message with indented advice keeps its lines."
     text = str(error).strip() or type(error).__name__
-    if refused := re.search(
-        r"DefaultCPUAllocator: .*?(\d+) bytes", text, re.S
-    ):  # torch's sentence begins at a line of its source
+    # torch's sentence begins at a line of its source
+    if refused := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text, re.S):
         return f"not enough memory: {in_words(int(refused[1]))} were asked for at once"
     return text if "\n  " in text and "What you can do" in text else " ".join(text.split())
 

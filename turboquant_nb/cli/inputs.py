@@ -55,9 +55,8 @@ def check_name(
 ) -> None:
     """Raise Usage unless it is a path that exists or a repository on the hub; RuntimeError if
     the hub cannot be asked."""
-    with at_fault(
-        OSError, RuntimeError, ValueError, where=f"{option} {name}: "
-    ):  # of a name that is no path
+    # raised of a name that is no path
+    with at_fault(OSError, RuntimeError, ValueError, where=f"{option} {name}: "):
         path = Path(name).expanduser()
         if path.exists():
             return

@@ -328,10 +328,9 @@ def variants(
     # of `masked_marginals`; "one-pass": a pass for each variant, of its whole sequence
     method: str = "frozen",
     progress=lambda done, total: None,
-    graphs: bool
     # for "frozen": capture lengths that come `CAPTURE_FROM` times; True: on a GPU, False:
     # never, or a class like CudaGraph
-    | type = True,
+    graphs: bool | type = True,
 ) -> list:  # of (name, mutation, score)
     "Scores of all proteins. Raises ValueError as `variants_of`, before anything is computed."
     wanted_of = variants_of(sequences, mutations)

@@ -126,10 +126,9 @@ class _Tables:
         plane, channel = (rows >= 0).nonzero(as_tuple=True)
         put = lambda x: torch.zeros(n, dtype=torch.long).scatter_(0, rows[plane, channel], x)
         self.channel = put(channel).to(device)  # of each stored bit
-        self.shift, self.keep = (  # which bit of its code; 0 where it only fills up a byte
-            put(x).to(device, torch.uint8)
-            for x in (mine[channel] - 1 - plane, torch.ones_like(plane))
-        )
+        # which bit of its code; 0 where it only fills up a byte
+        self.shift = put(mine[channel] - 1 - plane).to(device, torch.uint8)
+        self.keep = put(torch.ones_like(plane)).to(device, torch.uint8)
         tips = torch.stack([starts, ends - 1]).to(device)
         self.ends = levels[tips][..., None]  # lowest and highest level [2, channels, 1]
         # looking up: rows of first, second, … bits, channels with most bits first

@@ -411,9 +411,8 @@ def locate_embedded(progress: bool, keep_dense: bool) -> tuple[str, str | None]:
             with _scratch(path.parent) as tmp, quiet_loading(True):
                 model.save_pretrained(tmp / "dense")
                 tokenizer.save_pretrained(tmp / "dense")
-                if not _intact(
-                    dense
-                ):  # another process may have been first, and load its copy already
+                # another process may have been first, and load its copy already
+                if not _intact(dense):
                     shutil.rmtree(dense, ignore_errors=True)
                     os.rename(tmp / "dense", dense)
         except (OSError, SafetensorError):

@@ -119,10 +119,9 @@ def _free(device) -> int:
 def load_offloaded(
     name="embedded",  # "embedded", a folder or a hub id, of safetensors
     rest: str = "disk",  # where layers wait that do not fit: "cpu" or "disk"
-    room: int
     # bytes for weights that stay on the device; None: on a GPU four fifths of what this process
     # may take, on a CPU what must
-    | None = None,
+    room: int | None = None,
     dtype: torch.dtype = torch.float32,
     device="cpu",  # where it computes
     progress: bool = True,

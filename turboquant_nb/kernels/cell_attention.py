@@ -269,10 +269,9 @@ def _join_kernel(
         )
         if RECENT:
             if PDL:
-                if (
-                    (length - m) % 16 == 0
-                ):  # a request that begins with blocks of another, which may have written their
-                    # last token in this step
+                # a request may begin with blocks of another, which may have written their last
+                # token in this step
+                if (length - m) % 16 == 0:
                     tl.extra.cuda.gdc_wait()
             top, whole, near = _recent_tokens(
                 q=q,

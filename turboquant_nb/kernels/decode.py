@@ -88,17 +88,17 @@ def _index(
         index = _codes(planes, tile, r, j, slot, real, D, R, BITS, BY_TOKEN)
     else:
         window = r * 0
-        place = chain_places(j, CHAIN[0], CHAIN[1], False)
-        for back in tl.static_range(CHAIN[2] + 1):
+        place = chain_places(j, CHAIN.order, CHAIN.places, False)
+        for back in tl.static_range(CHAIN.back + 1):
             at = place - back
-            if CHAIN[3]:
+            if CHAIN.circular:
                 at = tl.where(at < 0, at + D, at)
             seen = real & (at >= 0)
-            at = chain_places(tl.maximum(at, 0), CHAIN[0], CHAIN[1], True)
+            at = chain_places(tl.maximum(at, 0), CHAIN.order, CHAIN.places, True)
             code = _codes(planes, tile, r, at, slot, seen, D, R, BITS, BY_TOKEN)
             window = window | code << (back * BITS)
-        for bit in tl.static_range(len(CHAIN) - 4):
-            sums = window & CHAIN[bit + 4]
+        for bit in tl.static_range(len(CHAIN.masks)):
+            sums = window & CHAIN.masks[bit]
             sums = sums ^ sums >> 16
             sums = sums ^ sums >> 8
             sums = (sums ^ sums >> 4) & 15

@@ -324,9 +324,8 @@ def _solve(bits, d):
 
 def lloyd_max(
     bits: int,  # 1..8
-    d: int
     # None: N(0,1); d >= 2: sqrt(d) times a coordinate of a uniform unit vector in R^d
-    | None = None,
+    d: int | None = None,
 ) -> Codebook:  # unit-variance scale; cached, so treat its tensors as read-only
     """The symmetric stationary code of smallest mean squared error. Source: Lloyd 1982, Max
     1960; TurboQuant, Eq. 4."""
