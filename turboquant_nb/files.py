@@ -197,11 +197,9 @@ def read_file(
             f"{path} is not a readable {what}: truncated or of another kind ({error})"
         ) from None
     if found != format:
-        got = (
-            "a safetensors file without a header of this package"
-            if header == {}
-            else repr(found if isinstance(found, str) else str(header)[:60])
-        )
+        got = repr(found if isinstance(found, str) else str(header)[:60])
+        if header == {}:
+            got = "a safetensors file without a header of this package"
         raise ValueError(f"{path} must have format {format!r}, got {got}")
     written = header.pop("sha256", None)
     if written != digest(tensors, header):

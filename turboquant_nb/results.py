@@ -231,7 +231,8 @@ def stamp(
     rows: list | None = None,  # those that are shown; None: all
 ) -> str:
     "One line for under a figure: machine, versions, commits and dates of the rows, command."
-    v, rows = result["versions"], result["rows"] if rows is None else rows
+    v = result["versions"]
+    rows = result["rows"] if rows is None else rows
     names = [x if x.startswith("release") else x[:8] for x in commits(result | {"rows": rows})]
     days = sorted({r.get("utc", result["utc"])[:10] for r in rows})
     days = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
@@ -324,7 +325,8 @@ def _dated(result):
 def earlier(path, draft: bool = False) -> list:
     """Rows of a file, each with its commit and utc, for a run that extends it. Raises
     ValueError as `load`, and for a file of another machine or PyTorch."""
-    x, here = load(path, draft), {"machine": machine(), "torch": torch.__version__}
+    x = load(path, draft)
+    here = {"machine": machine(), "torch": torch.__version__}
     _same([{"machine": x["machine"], "torch": x["versions"]["torch"]}, here], here)
     return _dated(x)
 

@@ -49,9 +49,8 @@ def _bits(t: Tensor) -> Tensor:  # [n, bytes per element] uint8
     flat = (
         (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).detach().resolve_neg()
     )
-    flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(
-        flat
-    )  # whatever the strides were
+    # whatever the strides were
+    flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
     return flat.view(-1).view(torch.uint8).view(t.numel(), -1)
 
 # %% ../nbs/00_testing.ipynb #401c65f1
@@ -96,11 +95,9 @@ def within_z(
 ) -> float:  # the signed distance (sample mean - mean) / (sd / sqrt(n))
     """Two-sided z-test of a sample mean; prints one line. AssertionError when |distance| > z or
     not a number; ValueError for an empty sample or a bad sd."""
-    x, mean, sd = (
-        torch.as_tensor(sample).detach().to("cpu", torch.float64),
-        float(mean),
-        float(sd),
-    )
+    x = torch.as_tensor(sample).detach().to("cpu", torch.float64)
+    mean = float(mean)
+    sd = float(sd)
     if x.numel() == 0:
         raise ValueError("sample must hold at least one draw, got an empty tensor")
     if not math.isfinite(mean):
@@ -158,7 +155,7 @@ def no_worse_than(
         (e.max().item(), r.max().item()),
         (e.square().mean().sqrt().item(), r.square().mean().sqrt().item()),
     ]
-    ratio = max(0.0 if x == 0 else math.inf if y == 0 else x / y for x, y in pairs)
+    ratio = max((x / y if y else math.inf for x, y in pairs if x), default=0.0)
     line = (
         f"error / reference error = {ratio:.3g} (largest {pairs[0][0]:.3g} against "
         f"{pairs[0][1]:.3g}, limit {factor:g}x)"
@@ -201,8 +198,8 @@ def interpret_kernels() -> bool:
     if os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"
         for name in list(sys.modules):
-            if name.partition(".")[0] in ("triton", "turboquant_nb") and not name.startswith(
-                "triton._C"
-            ):  # compiled code is loaded once
+            ours = name.partition(".")[0] in ("triton", "turboquant_nb")
+            # compiled code is loaded once
+            if ours and not name.startswith("triton._C"):
                 del sys.modules[name]
     return True

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from turboquant_nb.kernels import append, blocks, encode_launch, launch, ops
-from turboquant_nb.kernels.cell_attention import Launching, decode_cells
+from turboquant_nb.kernels.cell_attention import LaunchOptions, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.cell_attention import join_past, past_cells
 from turboquant_nb.kernels.cells import append_recent, locate_sinks
@@ -131,7 +131,7 @@ def store_case(case):
             q, store, *x, kernel=kernel_here(name), recent=2
         )  # drafts, each with two exact tokens of its own
         assert out.isfinite().all()
-    tables = launch._plan_of(store).tables
+    tables = launch.store_plan(store).tables
     if not blocks.refuses(store, tables):
         assert all(
             x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7)
@@ -233,7 +233,12 @@ def cell_case(case):
     q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
     for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
         out, lse = decode_cells(
-            q, cache, plan, Requests(table, lengths), Exact(k, v), how=Launching(kernel=kernel)
+            q,
+            cache,
+            plan,
+            Requests(table, lengths),
+            Exact(k, v),
+            how=LaunchOptions(kernel=kernel),
         )
         assert out.isfinite().all() and lse.isfinite().all()
     k, v = (
@@ -309,7 +314,7 @@ def sink_case(case):
             plan,
             Requests(table, lengths),
             Exact(k, v, near),
-            how=Launching(kernel=kernel),
+            how=LaunchOptions(kernel=kernel),
         )
         assert out.isfinite().all() and lse.isfinite().all()
     done(

@@ -114,7 +114,7 @@ def test_rows_that_were_measured_stay(out, after, call, tiny, tmp_path, monkeypa
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_an_answer_that_was_begun_stays(as_json, call, tiny, monkeypatch):
-    put, n = writes.Seen.put, [0]
+    put, n = writes.TokenRecorder.put, [0]
 
     def stops(self, value):
         put(self, value)
@@ -122,7 +122,7 @@ def test_an_answer_that_was_begun_stays(as_json, call, tiny, monkeypatch):
         if n[0] == 4:  # the prompt, and three tokens
             raise CTRL_C
 
-    monkeypatch.setattr(writes.Seen, "put", stops)
+    monkeypatch.setattr(writes.TokenRecorder, "put", stops)
     line = f"generate --model {tiny} --prompt Whales --max-new-tokens 9 --compare"
     code, out, err = call(line, *["--json"] * as_json)
     assert code == 130 and "the 3 tokens so far are on standard output" in err

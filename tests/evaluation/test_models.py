@@ -350,8 +350,11 @@ def test_a_copy_that_another_process_made_stays(tmp_path, monkeypatch):
         return Late(), Late()
 
     monkeypatch.setattr(models, "_from_pretrained", unpack)
-    assert models._embedded(False, True) == (str(dense), None) and not (dense / "late").exists()
+    assert (
+        models.locate_embedded(False, True) == (str(dense), None)
+        and not (dense / "late").exists()
+    )
     (dense / "model.safetensors").write_bytes(b"broken")
     monkeypatch.setattr(models, "_from_pretrained", lambda *args: (Late(), Late()))
-    models._embedded(False, True)
+    models.locate_embedded(False, True)
     assert (dense / "late").exists()  # a broken copy is replaced

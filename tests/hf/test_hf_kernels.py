@@ -471,7 +471,7 @@ def silent(monkeypatch):
         return launcher.Launch({grid: Silent(made, name)[grid]}, grid, args, self.places, slots)
 
     monkeypatch.setattr(decode_launch.Launcher, "__call__", note)
-    monkeypatch.setattr(encode_launch, "_short_kernel", Silent(made, "append"))
+    monkeypatch.setattr(encode_launch, "short_kernel", Silent(made, "append"))
     monkeypatch.setattr(
         launch, "_device_reason", lambda device, portable: "portable" if portable else ""
     )
@@ -530,7 +530,7 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
         assert made[0].startswith("search")
         made.clear()
         calls = host_calls(lambda: cache.update(k, k, 1))
-        assert made == ["_encode_kernel"] * launches, made
+        assert made == ["encode_kernel"] * launches, made
         with Named() as operations:
             cache.update(k, k, 2)
     fills = sum(
@@ -577,7 +577,7 @@ def test_what_a_layer_costs_the_host(scaled, static, silent):
         layer(0)
         silent.clear()
         calls = host_calls(lambda: layer(1))
-        assert sorted(silent) == ["_combine_kernel", "_decode_kernel", "append"], silent
+        assert sorted(silent) == ["append", "combine_kernel", "fragments_kernel"], silent
         layer(0)
         with Calls() as operations:
             layer(1)

@@ -63,7 +63,7 @@ STRIDES = (
 def places(c, side):
     at = c.offsets
     planes = [x for name, x in at.items() if name.startswith(side) and "scale" not in name]
-    return *(planes + planes[-1:] * 2)[:3], at[f"{side} scale"]
+    return cells.PlanePlaces(*(planes + planes[-1:] * 2)[:3], at[f"{side} scale"])
 
 
 def compiled(fn, constants, types=TYPES, kind=ASTSource, **options):
@@ -109,7 +109,7 @@ def fragments(
     types = TYPES | dict(MK="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32")
     types |= dict(START="*i32", END="*i32", each_length="constexpr", bias_stride="i32")
     constants |= dict(each_length=1)
-    fn = decode_mma._decode_kernel
+    fn = decode_mma.fragments_kernel
     options = dict(num_warps=1, launch_pdl=True) | ({"maxnreg": regs} if regs else {})
     return compiled(fn, constants, types, GluonASTSource, **options)
 
@@ -152,7 +152,7 @@ def portable(c, sliding=False, capped=False, listed=True, codebook=None):
     types = TYPES | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
     types |= dict.fromkeys(("KSCALE", "VSCALE"), "*fp16") | dict.fromkeys(PLANES, "*u8")
     options = dict(num_warps=8 if codebook else 4, num_stages=1)
-    return compiled(decode._portable_kernel, constants, types, **options)
+    return compiled(decode.portable_kernel, constants, types, **options)
 
 
 def join(

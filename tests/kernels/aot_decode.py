@@ -120,7 +120,7 @@ def build(
         G=form,
     )
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
-    fn = decode_mma._decode_kernel
+    fn = decode_mma.fragments_kernel
     return compiled(fn, flags, capability, kind=GluonASTSource, **options)
 
 
@@ -149,7 +149,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         PDL=capability >= 90,
     )
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
-    return compiled(decode._combine_kernel, constants, capability, types, **options)
+    return compiled(decode.combine_kernel, constants, capability, types, **options)
 
 
 def portable(capability=90, d=128, bits=(3, 3), codebook=None):
@@ -181,7 +181,7 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
     windows = (decode_launch.window_chain(chain, d) for chain in chains)
     constants |= decode_launch._NO_TABLE | dict(zip(("KX", "VX"), windows))
     options = dict(num_warps=8 if d > 128 or codebook else 4, num_stages=1)
-    return compiled(decode._portable_kernel, constants, capability, types, **options)
+    return compiled(decode.portable_kernel, constants, capability, types, **options)
 
 
 def pre_rope(capability=90, d=128, rotary=None, rotating=None):

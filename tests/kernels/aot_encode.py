@@ -35,7 +35,7 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=
 
 def compiled(f, constants, dtype, capability, options):
     "A kernel for pointers and numbers as `append` gives them."
-    plain = f is encode._encode_kernel and not constants["KC"].ROPE
+    plain = f is encode.encode_kernel and not constants["KC"].ROPE
     of_side = dict.fromkeys(("X", "SINKS", "RING"), NAMES[dtype])
     of_side |= dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(W="*bf16", TAB="*fp32")
     of_side |= dict(SCALE="*fp16", factor="fp32")
@@ -78,15 +78,15 @@ def build(
             d, 64, parts, capability >= 90, dtype.itemsize, r
         )
         return compiled(
-            encode._encode_kernel,
+            encode.encode_kernel,
             shared | {"M": m, "ksd": 1, "vsd": 1, "WHOLE": whole},
             dtype,
             capability,
             options,
         )
-    m, options = config or encode_launch._short_config(d, capability >= 90)
+    m, options = config or encode_launch.short_config(d, capability >= 90)
     more = {"M": m, "sinks": 4, "ring": 64, "STEP": step} | ({"n": 1} if n == 1 else {})
-    return compiled(encode_short._short_kernel, shared | more, dtype, capability, options)
+    return compiled(encode_short.short_kernel, shared | more, dtype, capability, options)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def differs(got, want):
 @pytest.mark.parametrize("case,first,last", CASES)
 def test_a_block_is_what_the_store_reads(case, first, last):
     _, store, _ = setup(**(dict(H=1, G=1) | case))
-    got = blocks.read_block(store, launch._plan_of(store).tables, first, last)
+    got = blocks.read_block(store, launch.store_plan(store).tables, first, last)
     for x, want in zip(got, store.read(first, last)):
         assert x.shape == want.shape and x.dtype == want.dtype and differs(x, want) <= 1, case
     if first < 100:
@@ -78,7 +78,7 @@ def test_what_is_not_written_is_not_read():
     want = store.read(0, 70)
     for side in store.parts:
         side.tensors["scale"][:, :, :, 70:] = float("nan")
-    for x, y in zip(blocks.read_block(store, launch._plan_of(store).tables, 0, 70), want):
+    for x, y in zip(blocks.read_block(store, launch.store_plan(store).tables, 0, 70), want):
         assert differs(x, y) <= 1
 
 
@@ -93,7 +93,7 @@ def test_what_is_not_written_is_not_read():
 )
 def test_refusals(case, why):
     _, store, _ = setup(**(dict(B=1, H=1) | case))
-    tables = launch._plan_of(store).tables
+    tables = launch.store_plan(store).tables
     assert why in blocks.refuses(store, tables)
     with pytest.raises(ValueError, match=why):
         blocks.read_block(store, tables, 0, 9)
@@ -102,7 +102,7 @@ def test_refusals(case, why):
 @needs_triton
 def test_more_refusals():
     _, store, _ = setup(B=1, H=1)
-    tables = launch._plan_of(store).tables
+    tables = launch.store_plan(store).tables
     assert "one table" in blocks.refuses(store, None)
     for first, last in ((-1, 5), (5, 5), (0, 301)):
         with pytest.raises(ValueError, match="positions must lie in"):

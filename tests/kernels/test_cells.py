@@ -17,7 +17,12 @@ from turboquant_nb.cache.pages import (
     store_recent,
 )
 from turboquant_nb.kernels import cell_attention, cells, launcher
-from turboquant_nb.kernels.cell_attention import Launching, Room, decode_cells, past_cells
+from turboquant_nb.kernels.cell_attention import (
+    LaunchOptions,
+    CallerMemory,
+    decode_cells,
+    past_cells,
+)
 from turboquant_nb.kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
 from turboquant_nb.kernels.work import Workspace, count_splits
 from turboquant_nb.kernels.decode import triton
@@ -120,7 +125,7 @@ def check(plan, cache, requests, q, exact=None, rule=Rule(), limit=1e-5, **how):
         space = Workspace(DEVICE, 10**6)
         space.memory.fill_(torch.nan)
         fresh = {"work": {}} if "work" in how else {}
-        to, way = Room(workspace=space), Launching(kernel=kernel, **how | fresh)
+        to, way = CallerMemory(workspace=space), LaunchOptions(kernel=kernel, **how | fresh)
         out, lse = decode_cells(q, cache, plan, requests, exact, rule, to, way)
         assert torch.equal(lse > -torch.inf, seen) and (out[~seen] == 0).all()
         if seen.any():

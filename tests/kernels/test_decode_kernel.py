@@ -428,7 +428,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
     step(tokens(1))
     repeat = kept()[kind_of()]
     run, args, slots = repeat.launches[-1]
-    args[function_index(decode._combine_kernel, "length")] = store.length
+    args[function_index(decode.combine_kernel, "length")] = store.length
     repeat.launches[-1] = run, args, [x for x in slots if x[1] != "length"]
     with pytest.raises(AssertionError):  # the mutant: a number that is not renewed
         step(tokens(1)) if not store.clock.fixed else same_arguments([], [0])

@@ -31,9 +31,9 @@ def gpu(monkeypatch):
     asks are properties of the device."""
 
     def see(capability=(9, 0), hip=None):
-        launch._device_reason.cache_clear(), encode._backend.cache_clear()
+        launch._device_reason.cache_clear(), encode.device_refuses.cache_clear()
         monkeypatch.setattr(launch, "is_interpreted", lambda: False)
-        monkeypatch.setattr(encode, "_interpreted", lambda: False)
+        monkeypatch.setattr(encode, "is_interpreted", lambda: False)
         found = encode.DeviceProperties(132, 232448, capability if hip is None else ())
         found = dict(cuda=found, cpu=encode.DeviceProperties())
         for module in (launch, encode, encode_launch):
@@ -42,14 +42,14 @@ def gpu(monkeypatch):
         return torch.device("cuda")
 
     yield see
-    launch._device_reason.cache_clear(), encode._backend.cache_clear()
+    launch._device_reason.cache_clear(), encode.device_refuses.cache_clear()
 
 
 def test_where_no_kernel_can_run_the_reason_is_that_of_the_one_that_was_asked_for(gpu):
     "Of the portable one the device alone, of whichever serves that for tensor cores first."
     gpu()  # and no interpreter
     store = KVStore(Recipe(Spec(1), Spec(3)), 1, 2, 64, dtype=torch.float16)
-    plan, device = launch._plan_of(store), torch.device("cpu")
+    plan, device = launch.store_plan(store), torch.device("cpu")
     absent = "an NVIDIA GPU is needed, the store is on cpu"
     assert launch.select_kernel(plan, device, "portable") == (True, absent)
     why = "codes must have 2 to 4 bits"
@@ -71,7 +71,7 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
             "needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here"
         )
     plan, why = (
-        launch._plan_of(store),
+        launch.store_plan(store),
         "tensor cores with asynchronous copies need compute capability 8.0",
     )
     assert launch.select_kernel(plan, device, "auto") == (
@@ -94,7 +94,7 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
 def test_wide_heads_are_coded_and_attended_to_by_kernels(gpu):
     for d in (256, 272, 512):
         store = KVStore(Recipe(Spec(3), Spec(3)), 1, 2, d, dtype=torch.float16)
-        launch._plan_of(store)  # tables lie where the store does
+        launch.store_plan(store)  # tables lie where the store does
         store.device = gpu()
         assert ops.select_coder(store) == ("triton", "")
         q = torch.zeros(1, 4, 1, d, dtype=torch.float16)
@@ -105,7 +105,7 @@ def test_wide_heads_are_coded_and_attended_to_by_kernels(gpu):
 def test_codes_that_tensor_cores_do_not_read(gpu):
     "One bit: the portable kernel on every GPU, and said so."
     device, store = gpu(), KVStore("k1v1", 1, 1, 64)
-    launch._plan_of(store)  # tables lie where the store does
+    launch.store_plan(store)  # tables lie where the store does
     store.device = device
     assert ops.select_backend(Call.of(torch.zeros(1, 1, 1, 64), store)) == (
         "triton",
@@ -117,7 +117,7 @@ def test_codes_that_tensor_cores_do_not_read(gpu):
 def test_amd_gets_pytorch(gpu):
     "No kernel has run there: `auto` takes none, whoever names one may try the portable one."
     device, store = gpu(hip="7.0"), KVStore("k3v3", 1, 1, 64)
-    launch._plan_of(store)
+    launch.store_plan(store)
     store.device = device
     q = torch.zeros(1, 1, 1, 64)
     why = "no kernel has run on ROCm yet; backend='triton' tries the portable one"
@@ -125,7 +125,7 @@ def test_amd_gets_pytorch(gpu):
     assert ops.select_coder(store).backend == "torch"
     assert ops.select_backend(Call.of(q, store)).backend in ("cpu", "torch")
     assert not ops.explain(q, store, backend="triton")["triton"] and launch.select_kernel(
-        launch._plan_of(store), device, "auto"
+        launch.store_plan(store), device, "auto"
     ) == (True, "")
 
 

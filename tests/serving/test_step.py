@@ -179,7 +179,7 @@ def test_attention_of_wide_heads(causal, keys, gen):
     starts = [[0, x, x + y] for x, y in (new, total)]
     q = torch.randn(sum(new), 6, 272, generator=gen)
     k, v = torch.randn(2, sum(total), 2, 272, generator=gen)
-    seen = step.Seen(*starts, causal)
+    seen = step.VisibleTokens(*starts, causal)
     want, got = (of(q, k, v, seen, 0.1) for of in (step.dense, vllm._wide_flash))
     for x, y in zip(got, want):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)

@@ -232,7 +232,7 @@ def test_a_seed_is_a_state():
     for kind in ("haar", "hadamard"):
         for seed in (0, 1, 2, 12345, 2**40):
             want = (seed * 11400714819323198485 + int(kind[:7].encode().hex(), 16)) % 2**63
-            assert rotations._generator(kind, seed).initial_seed() == want
+            assert rotations.seeded_generator(kind, seed).initial_seed() == want
 
 
 @pytest.mark.parametrize("make", [haar, hadamard, lambda d, s: make_rotation("haar", d, s)])

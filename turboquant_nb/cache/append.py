@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .clock import check_states
-from .exact import _plain, commit
+from .exact import commit, without_autograd
 from .memory import resized
 from ..quant.quantizer import encode
 from ..theory.centre import rows_at
@@ -77,7 +77,7 @@ def _check_room(store, n: int):
         )
 
 
-@_plain
+@without_autograd
 def append_by_host(store, k, v, names, code=_code) -> None:
     "Append where the host counts. `code` may return what confirms its codes later."
     store.clock.learn(store)

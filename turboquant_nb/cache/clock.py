@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .exact import _NewExact, commit, ring_slots
+from .exact import ExactUpdate, commit, ring_slots
 from .memory import Part, _coder
 from ..files import Saved
 from ..quant.quantizer import Coded, code_rows, residual_rows
@@ -196,7 +196,9 @@ class DeviceClock(HostClock):
             return store._recent_from, ()
         slots = torch.arange(lo, hi, device=store.device) % recent
         states = store.read(lo, framed=True)
-        return store._recent_from, [_NewExact(slots, x[:, :, : hi - lo], None) for x in states]
+        return store._recent_from, [
+            ExactUpdate(slots, x[:, :, : hi - lo], None) for x in states
+        ]
 
 
 def clock_of(header: dict) -> type:

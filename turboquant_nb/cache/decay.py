@@ -13,7 +13,7 @@ import torch
 
 from .. import checks
 from .append import append_by_host, replace_tiles
-from .exact import Tail, _plain, commit
+from .exact import Tail, without_autograd, commit
 from .memory import Part
 from .store import KVStore
 from ..quant.mixed_precision import find_code
@@ -79,7 +79,7 @@ class DecayStore(KVStore):
         if self.recipe.decay is not None:
             self.decay(self.length - self.recipe.decay)
 
-    @_plain
+    @without_autograd
     def decay(self, before: int) -> None:
         """Move whole tiles of positions below `before` to the older store. Tokens that are read
         exactly stay."""
@@ -110,7 +110,7 @@ class DecayStore(KVStore):
         if older.offset == older.length:
             super().evict(before, lambda: vars(older).update(dict.fromkeys(_ENDS, self.offset)))
 
-    @_plain
+    @without_autograd
     def crop(self, tokens: int, tail: Tail | None = None) -> Tail | None:
         """Forget the last `tokens` tokens. What is left of a tile of the older store is coded
         anew from what it reads as."""

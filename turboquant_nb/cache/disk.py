@@ -12,7 +12,7 @@ import torch
 
 from .. import checks
 from .clock import HostClock, clock_of
-from .exact import _plain
+from .exact import without_autograd
 from .memory import Memory
 from .decay import DecayStore, store_class
 from .store import KVStore, _rewind
@@ -125,7 +125,7 @@ def _give_older(store: DecayStore, tensors: dict, header: Saved) -> None:
     older.ranges, store.older = store.ranges, older
 
 
-@_plain
+@without_autograd
 def store_of(
     tensors: dict,
     header: dict,

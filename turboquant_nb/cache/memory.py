@@ -18,8 +18,16 @@ from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
-from .exact import ExactTokens, _plain, clear
-from .packing import SLOT, TILE, Layout, _codes, _plane_codes, _write, unpack
+from .exact import ExactTokens, clear, without_autograd
+from turboquant_nb.cache.packing import (
+    SLOT,
+    TILE,
+    Layout,
+    join_planes,
+    split_planes,
+    unpack,
+    write_unchecked,
+)
 from ..quant.calibration import LayerFrame
 from ..quant.mixed_precision import make_quantizer
 from ..quant.quantizer import Code, Coded, Quantizer, Spec
@@ -118,13 +126,13 @@ class Memory:
         "Put coded tokens at `at`."
         last = at + coded.scale.shape[2]
         for g in self.groups:
-            _write(self.planes_of(g), g.layout, coded.codes[..., g.channels], at)
+            write_unchecked(self.planes_of(g), g.layout, coded.codes[..., g.channels], at)
         self.tensors["scale"].flatten(2)[:, :, at:last] = coded.scale
         for name, layout in self.extras.items():
             if layout is None:
                 self.tensors[name].flatten(2)[:, :, at:last] = coded.residual[name]
             else:
-                _write([self.tensors[name]], layout, coded.residual[name], at)
+                write_unchecked([self.tensors[name]], layout, coded.residual[name], at)
 
     def read(self, first: int, last: int) -> Coded:
         "What was written at [first, last)."
@@ -183,7 +191,7 @@ def write_at(
     packed = [(g.names, g.layout, coded.codes[..., g.channels]) for g in self.groups]
     packed += [((n,), x, coded.residual[n]) for n, x in self.extras.items() if x]
     for names, layout, codes in packed:
-        for plane, part in zip((self.tensors[n] for n in names), _plane_codes(codes, layout)):
+        for plane, part in zip((self.tensors[n] for n in names), split_planes(codes, layout)):
             by_row = plane if self.along == "channel" else plane.transpose(-1, -2)
             old = by_row[:, :, tile, t]
             new = old & keep | (part << slot).to(torch.uint8)
@@ -213,7 +221,7 @@ def read_at(
         planes = [self.tensors[n] for n in g.names]
         planes = planes if self.along == "channel" else [p.transpose(-1, -2) for p in planes]
         bytes_ = [p[rows, :, tile, t] for p in planes]  # [B, n, H, d]
-        part = _codes([(x >> slot).to(torch.uint8) & 3 for x in bytes_], g.layout)
+        part = join_planes([(x >> slot).to(torch.uint8) & 3 for x in bytes_], g.layout)
         if codes is None:
             codes = part.new_empty(*part.shape[:3], len(self.bits))
         codes[..., g.channels] = part
@@ -268,7 +276,7 @@ class Part:
         self.memory = Memory(self.q.code, along, tile)
         self.exact, self.frame, self.heads = ExactTokens({}), Frame(), None
 
-    @_plain
+    @without_autograd
     def allocate(
         self,
         batch: int,
@@ -321,7 +329,7 @@ class Part:
         held = {"mean": self.q.centre.holds_mean, "pair": self.q.spec.pair_scale != "none"}
         return tuple(name for name, is_held in held.items() if is_held)
 
-    @_plain
+    @without_autograd
     def __deepcopy__(self, memo):
         "Tensors are copied; tables stay shared."
         return self.having({name: t.clone() for name, t in self.tensors.items()})

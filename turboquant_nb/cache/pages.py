@@ -84,7 +84,8 @@ class CellLayout:
 
     def fields(self, scale_dtypes: tuple = (torch.float16, torch.float16)) -> list:
         "The fields of a cell, in the order of their bytes."
-        out, at = [], 0
+        out = []
+        at = 0
         planes = [
             (f"{side} {i}", shape, torch.uint8)
             for side in ("key", "value")
@@ -156,10 +157,8 @@ class CellLayout:
         out = {}
         for part in self.fields(scale_dtypes):
             size = part.dtype.itemsize
-            flat, inner = (
-                cache if size == 1 else cache.view(part.dtype),
-                torch.empty(part.shape, device="meta").stride(),
-            )
+            flat = cache if size == 1 else cache.view(part.dtype)
+            inner = torch.empty(part.shape, device="meta").stride()
             strides = (cache.stride(0) // size, cache.stride(1) // size, *inner)
             out[part.name] = flat.as_strided(
                 (*cache.shape[:2], *part.shape),
@@ -194,7 +193,8 @@ class CellCodes:
     def memories(self, cache: Tensor) -> list:
         """Keys and values of a pool, each as the `Memory` of one sequence whose tiles are the
         blocks: a slot is a position in it."""
-        views, out = self.views(cache), []
+        views = self.views(cache)
+        out = []
         for side, q, along in (("key", self.key, "channel"), ("value", self.value, "token")):
             memory = Memory(q.code, along, self.cell.tokens)
             mine = (x.transpose(0, 1)[None] for name, x in views.items() if side in name)
@@ -219,7 +219,8 @@ def append_slots(
     """Code tokens and put them into their slots, in any order. Raises TypeError/ValueError for
     slots that repeat or lie outside, and as `Quantizer.encode` does; nothing is written
     then."""
-    cell, memories = codes.cell, codes.memories(cache)
+    cell = codes.cell
+    memories = codes.memories(cache)
     checks.shape(checks.integers(slots, "slots"), "slots", "tokens")
     for name, x, d in (("k", k, cell.d_key), ("v", v, cell.d_value)):
         checks.shape(x, name, len(slots), cache.shape[1], d)
@@ -233,7 +234,8 @@ def append_slots(
         q.encode(x[kept].transpose(0, 1), name=name)
         for q, x, name in ((codes.key, codes.centred(k), "k"), (codes.value, v, "v"))
     ]
-    quarters, fits = at % cell.tokens // (cell.tokens // 4), at.new_ones(1, dtype=torch.bool)
+    quarters = at % cell.tokens // (cell.tokens // 4)
+    fits = at.new_ones(1, dtype=torch.bool)
     for quarter in range(4):
         mine = (quarters == quarter).nonzero()[:, 0]
         for memory, c in zip(memories, coded):
@@ -285,14 +287,13 @@ def attend_cells(
 ) -> tuple:  # (output [T, Hq, d_value] in q's dtype, log-sum-exp [T, Hq] fp32)
     """Attention to cells: slow and obvious. Requests of length 0 and queries of nobody give 0
     and -inf, or the logit."""
-    cell, (k, v, recent) = codes.cell, exact or Exact()
+    cell = codes.cell
+    k, v, recent = exact or Exact()
     checks.shape(checks.floats(q, "q"), "q", "tokens", "heads", cell.d_key)
     if (k is None) != (v is None):
         raise ValueError("k and v must be given together")
-    out, lse = (
-        q.new_zeros(*q.shape[:2], cell.d_value),
-        torch.full(q.shape[:2], -torch.inf, device=q.device),
-    )
+    out = q.new_zeros(*q.shape[:2], cell.d_value)
+    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     by_head = lambda states: [x.transpose(0, 1).float() for x in states]
     scores = dict(
         scaling=rule.scaling, sliding_window=rule.sliding_window, softcap=rule.softcap
@@ -370,7 +371,8 @@ class Recent:
         rows, counts = [], []
         for row, past in requests:
             near = range(max(0, past - self.tokens), past)
-            first, page = max(0, min(self.sinks, near.start)), max(0, past - 1) // self.block
+            first = max(0, min(self.sinks, near.start))
+            page = max(0, past - 1) // self.block
             rows += [(row, page, self.block + s) for s in range(first)]
             rows += [(row, t // self.block, t % self.block) for t in near]
             counts.append((first, len(near)))
@@ -413,7 +415,8 @@ def exact_states(
 ) -> Tensor:  # [blocks, H, n + sinks, numbers]
     "Exact states in the bytes of pages. Raises ValueError where a page has no room for them."
     count, heads, n, each = pages.shape
-    have, need = n * each // dtype.itemsize, (n + sinks) * numbers
+    have = n * each // dtype.itemsize
+    need = (n + sinks) * numbers
     if have < need:
         raise ValueError(
             f"a head has {have:,} numbers in a page, no room for {n} recent and {sinks} first "
@@ -433,7 +436,8 @@ def store_recent(
     """Put exact states into their slots, and first tokens beside them. Raises ValueError for
     slots that lie outside."""
     real = (checks.integers(slots, "slots") >= 0).nonzero()[:, 0]
-    at, n = slots[real].long(), cache.shape[2] - (0 if origins is None else origins.shape[1])
+    at = slots[real].long()
+    n = cache.shape[2] - (0 if origins is None else origins.shape[1])
     if len(at) and int(at.max()) >= len(cache) * n:
         raise ValueError(f"slots must be below {len(cache) * n}, got {int(at.max())}")
     states = torch.cat([k, v], -1).to(cache.dtype)
@@ -469,9 +473,8 @@ def sink_origins(
         while s < past[r]:
             at = rows[r][(past[r] - 1) // block]
             other = writer.get(at, r)
-            if (
-                past[other] >= past[r]
-            ):  # nobody writes to it, or the request itself, to other rows
+            # nobody writes to it, or the request itself, to other rows
+            if past[other] >= past[r]:
                 return -2 - at
             r = other
         return begins[r] + s - past[r]

@@ -16,7 +16,15 @@ from torch import Tensor
 from .. import checks
 from .append import angles, append_by_host, replace_tiles
 from .clock import DeviceClock, HostClock, check_states, flags_of
-from .exact import Ranges, Tail, _NewExact, _plain, clear, commit, ring_slots
+from turboquant_nb.cache.exact import (
+    ExactUpdate,
+    Ranges,
+    Tail,
+    clear,
+    commit,
+    ring_slots,
+    without_autograd,
+)
 from .memory import Part, placed
 from .packing import TILE
 from ..quant.calibration import LayerFrame
@@ -32,7 +40,7 @@ class KVStore:
 
     decays = False  # whether old tokens move to another store, see `DecayStore`
 
-    @_plain
+    @without_autograd
     def __init__(
         self,
         recipe: Recipe | str,
@@ -332,7 +340,7 @@ def code_again(
 
 
 @patch
-@_plain
+@without_autograd
 def set_range(
     self: KVStore, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None
 ):
@@ -360,7 +368,7 @@ def set_range(
         _exchange(self, (), self.start, end)
 
 # %% ../../nbs/31_store.ipynb #6ef67c17
-@_plain
+@without_autograd
 def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
     "Every tensor with a row for each sequence becomes f of it, once all of these are made."
     new = {}
@@ -418,7 +426,7 @@ def repeat(self: KVStore, times: int) -> None:
     rearrange(self, lambda x: x.repeat_interleave(times, 0), self.batch * times)
 
 # %% ../../nbs/31_store.ipynb #7449ddf7
-@_plain
+@without_autograd
 def tail_with(store: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
     """Before an append of k and v, in the frame like what it gives: the recent tokens in order,
     then these. Raises as `append`."""
@@ -436,11 +444,11 @@ def _ring_of(store, tail: Tail) -> list:
     n = min(tail.end - tail.first, recent)
     slots = ring_slots((tail.end - n) % max(recent, 1), n, recent, store.device)
     states = (x[:, :, x.shape[2] - n :].to(store.device) for x in (tail.key, tail.value))
-    return [_NewExact(slots, x, None) for x in states]
+    return [ExactUpdate(slots, x, None) for x in states]
 
 
 @patch
-@_plain
+@without_autograd
 def crop(
     self: KVStore,
     tokens: int,
@@ -476,7 +484,7 @@ def crop(
     return left
 
 # %% ../../nbs/31_store.ipynb #74f68490
-@_plain
+@without_autograd
 def crop_together(
     stores: list,  # of a cache's layers
     tokens: int,  # that all of them forget
@@ -522,7 +530,7 @@ def crop_together(
 
 # %% ../../nbs/31_store.ipynb #caf5913a
 @patch
-@_plain
+@without_autograd
 def evict(
     self: KVStore,
     before: int,
@@ -542,7 +550,7 @@ def evict(
 
 
 @patch
-@_plain
+@without_autograd
 def to(self: KVStore, device) -> None:
     "Move everything to a device (offloading). Codes stay as they are."
     device = torch.zeros(0, device=device).device

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from ..hf.frame import SKIP, check_ids, find_frame, provenance, rope_frequencies
 from ..hf.hooks import Attend, AttentionCall, hooked
 from ..quant.calibration import Calibration, LayerFrame
-from ..theory.rotation import _no_autocast
+from ..theory.rotation import without_autocast
 from ..theory.rope import apply_cos_sin
 from ..theory.centre import shared_cos_sin
 from ..theory.transforms import Moments, coding_gain, fit_head_transform
@@ -58,18 +58,19 @@ class _MomentsObserver:
     def observe(self, call: AttentionCall) -> tuple:
         """Add the states [B, Hq, n, d] and [B, H, n, d] of whole windows; keys and values go on
         as they are."""
-        _, query, key, value, *_ = call
-        layer, (b, h, n, d) = call.module.layer_idx, key.shape
-        x, frame = key.float(), self.frames.get(layer)
+        key = call.key
+        layer = call.module.layer_idx
+        b, h, n, d = key.shape
+        x = key.float()
+        frame = self.frames.get(layer)
         if frame is not None:
             x = x - frame_center(frame, self.inv_freqs[layer], n, x.device)
-        q = query.float().reshape(b, h, -1, n, d)
-        rows = lambda x: (
-            x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)
-        )  # [tokens, H, d]
+        q = call.query.float().reshape(b, h, -1, n, d)
+        # [tokens, H, d]
+        rows = lambda x: x[..., self.skip :, :].movedim(1, -2).reshape(-1, h, d)
         self.moments.add("key", layer, rows(x))
         self.moments.add("query", layer, rows(q))
-        return key, value
+        return key, call.value
 
 # %% ../../nbs/60_calibrate.ipynb #29bfd3ce
 def observing(
@@ -80,7 +81,7 @@ def observing(
     "A hook: exact attention over the keys and values that an observer gives back."
 
     def attend(call: AttentionCall) -> Tensor:
-        with _no_autocast(call.key.device):
+        with without_autocast(call.key.device):
             key, value = observe(call)
         return exact_attention(call._replace(key=key, value=value))
 
@@ -90,8 +91,10 @@ def observing(
 def _check_shown(decoder, info: ModelInfo, id: Tensor) -> None:
     """Raise ValueError unless the layers show attention the keys that they cache, by a pass of
     one token."""
-    coded, config = [x.index for x in info.coded], info.config
-    cache, seen = DynamicCache(config=config), Moments()
+    coded = [x.index for x in info.coded]
+    config = info.config
+    cache = DynamicCache(config=config)
+    seen = Moments()
     observer = _MomentsObserver(seen, {}, [None] * len(info.layers), 0)
     with hooked(observing(decoder, observer.observe)):
         decoder(id, past_key_values=cache)
@@ -99,7 +102,9 @@ def _check_shown(decoder, info: ModelInfo, id: Tensor) -> None:
         got = f"layers {seen.layers('key')} of {coded}"
         raise ValueError(f"{config.model_type} does not show its keys: the pass saw {got}")
     for i in coded:
-        (_, h, _, d), shown = cache.layers[i].keys.shape, list(seen.second["key", i].shape[:2])
+        keys = cache.layers[i].keys
+        h, d = keys.shape[1], keys.shape[3]
+        shown = list(seen.second["key", i].shape[:2])
         if [h, d] != shown:
             what = f"{h} x {d} a token in layer {i} and attends to {shown[0]} x {shown[1]}"
             raise ValueError(f"{config.model_type} caches {what}: transforms cannot serve it")
@@ -110,7 +115,8 @@ def observed(model, ids: Tensor, observer):  # gives the ids where the model rea
     """While this lasts, attention hands each of its calls to `observer.observe` and goes on
     with the key and value that come back. Raises ValueError for a model that does not show what
     it caches."""
-    info, decoder = ModelInfo(model), model.get_decoder()
+    info = ModelInfo(model)
+    decoder = model.get_decoder()
     device = model.get_input_embeddings().weight.device
     # accelerate streams weights in that are "meta"; what else the model has, such as eyes,
     # keeps
@@ -134,7 +140,8 @@ def collect(
     for a model whose keys are not served, and for one that does not call the attention
     interface."""
     check_ids(ids, skip, batch)
-    info, moments = ModelInfo(model), Moments()
+    info = ModelInfo(model)
+    moments = Moments()
     inv_freqs = rope_frequencies(info)
     coded = [x.index for x in info.coded]
     frames = {} if frame is None else dict(zip(coded, frame.frames))

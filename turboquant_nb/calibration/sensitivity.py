@@ -36,7 +36,9 @@ class _Probe:
 
     def observe(self, call: AttentionCall) -> tuple:
         "Keys and values [B, H, n, d] of whole windows, coded where that is asked for."
-        layer, key, value = call.module.layer_idx, call.key, call.value
+        layer = call.module.layer_idx
+        key = call.key
+        value = call.value
         self.sizes[layer] = key.shape[1] * key.shape[3], value.shape[1] * value.shape[3]
         return self._coded(layer, "key", key), self._coded(layer, "value", value)
 
@@ -45,7 +47,9 @@ class _Probe:
         if bits is None:
             return x
         spec = at_bits(getattr(self.recipes[layer], side), bits)
-        coder, c, s = make_quantizer(spec, x.shape[3], x.device), 0.0, 1.0
+        coder = make_quantizer(spec, x.shape[3], x.device)
+        c = 0.0
+        s = 1.0
         frame = self.frames[layer]
         if spec.centre.holds_mean:
             inv_freq = self.inv_freqs[layer] if spec.centre.rotates else None
@@ -84,7 +88,8 @@ class _Prefix:
             list(x) for x in model.get_decoder().children() if isinstance(x, nn.ModuleList)
         ]
         fits = [x for x in lists if len(x) == count]
-        self.layers, self.outs = fits[0] if len(fits) == 1 else [], {}
+        self.layers = fits[0] if len(fits) == 1 else []
+        self.outs = {}
         self.sound = None if self.layers else False  # None: not known yet
 
     def kept(self):
@@ -102,22 +107,22 @@ class _Prefix:
         """Sound is what gives the same number to the bit as a whole pass, also after a pass in
         which every layer saw other states."""
         if self.sound is None:
-            whole, _, self.sound = measure(*last), measure(*first), True
+            whole = measure(*last)
+            measure(*first)
+            self.sound = True
             with self.given(last[0]):
                 try:
                     self.sound = measure(*last) == whole
-                except (
-                    AttributeError,
-                    KeyError,
-                    TypeError,
-                ):  # a layer missed what another had to hand on
+                except (AttributeError, KeyError, TypeError):
+                    # a layer missed what another had to hand on
                     self.sound = False
 
 # %% ../../nbs/61_sensitivity.ipynb #70e1accd
 def _by_passes(model, ids, probe: _Probe, bits: list, progress) -> dict:
     "Losses {(layer, side, bits): nats}: each side of each layer alone, by its own passes."
     jobs = [(i, side, b) for i in probe.recipes for side in ("key", "value") for b in bits]
-    lost, prefix = dict.fromkeys(jobs, 0.0), _Prefix(model, len(probe.inv_freqs))
+    lost = dict.fromkeys(jobs, 0.0)
+    prefix = _Prefix(model, len(probe.inv_freqs))
     with observed(model, ids, probe) as windows:
         for window in windows:
             probe.bits = {}
@@ -155,7 +160,8 @@ def measure_sensitivity(
     bits = _check_measure(bits, calibration, info.config)
     coded = [x.index for x in info.coded]
     cache = TurboQuantCache(model, as_recipe(recipe), calibration=calibration)
-    recipes, frames = cache.recipes, [x.frame for x in cache.coded_layers]
+    recipes = cache.recipes
+    frames = [x.frame for x in cache.coded_layers]
     inv_freqs = rope_frequencies(info)
     probe = _Probe(dict(zip(coded, recipes)), dict(zip(coded, frames)), inv_freqs, skip, {}, {})
     lost = _by_passes(model, ids, probe, bits, progress)
@@ -164,7 +170,8 @@ def measure_sensitivity(
         raise ValueError(
             f"the divergence is not finite where {odd[0]} are coded: does the model work?"
         )
-    tokens, sides = len(ids) * (ids.shape[1] - skip), ("key", "value")
+    tokens = len(ids) * (ids.shape[1] - skip)
+    sides = "key", "value"
     curves = {s: [[lost[i, s, b] / tokens for b in bits] for i in coded] for s in sides}
     layers = dict(
         bits=bits, **curves, size=[list(probe.sizes[i]) for i in coded], tokens=tokens

@@ -54,7 +54,8 @@ def spread(
     known: dict,  # "--name" -> Takes, all options of a command
 ) -> list:  # of str, with `--name a b` written as `--name a --name b`
     "Words as typer takes them. Raises ValueError where an option stands in place of a value."
-    out, rest = [], list(words)
+    out = []
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         out.append(word)
@@ -94,7 +95,8 @@ class _Exemplified:
 
     def get_help(self, ctx):
         "Escaped where standard output lacks a character; click would write UTF-8 there."
-        text, code = super().get_help(ctx), sys.stdout.encoding or "utf-8"
+        text = super().get_help(ctx)
+        code = sys.stdout.encoding or "utf-8"
         return text.encode(code, "backslashreplace").decode(code)
 
     def format_help(self, ctx, formatter):
@@ -130,13 +132,8 @@ def _known(parameters) -> dict:
     }
 
 
-_PANELS = (
-    "Use it",
-    "Measure it",
-    "Calibrate",
-    "Proteins",
-    "Recipes",
-)  # of the list of commands; another stands behind them
+# of the list of commands; another stands behind them
+_PANELS = ("Use it", "Measure it", "Calibrate", "Proteins", "Recipes")
 
 
 class _Commands(_Exemplified, typer.core.TyperGroup):
@@ -221,9 +218,8 @@ def at_fault(
 def message(error: BaseException) -> str:
     "An error on one line; a message with indented advice keeps its lines."
     text = str(error).strip() or type(error).__name__
-    if refused := re.search(
-        r"DefaultCPUAllocator: .*?(\d+) bytes", text, re.S
-    ):  # torch's sentence begins at a line of its source
+    # torch's sentence begins at a line of its source
+    if refused := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text, re.S):
         return f"not enough memory: {in_words(int(refused[1]))} were asked for at once"
     return text if "\n  " in text and "What you can do" in text else " ".join(text.split())
 
@@ -258,10 +254,8 @@ def _guarded(
         raise typer.Exit(2 if isinstance(error, Usage) else 1) from None
 
 # %% ../../nbs/reference/87a_cli_app.ipynb #89374564
-_NUMBERS = {
-    int: dict(parser=whole, metavar="N"),
-    float: dict(parser=number, metavar="X"),
-}  # what typer is told of such a type
+# what typer is told of such a type
+_NUMBERS = {int: dict(parser=whole, metavar="N"), float: dict(parser=number, metavar="X")}
 
 
 @dataclass(frozen=True)
@@ -308,7 +302,8 @@ def options(title: str):
 def _check_ranges(panel) -> None:
     "Usage for a number below the smallest that its field allows."
     for x in fields(panel):
-        least, value = x.metadata["asked"].least, getattr(panel, x.name)
+        least = x.metadata["asked"].least
+        value = getattr(panel, x.name)
         for n in value if isinstance(value, (list, tuple)) else [value]:
             if None not in (least, n) and n < least:
                 raise Usage(f"{option_name(x)} must be at least {least}, got {n}")
@@ -364,7 +359,8 @@ def _flat(cls) -> list:  # of inspect.Parameter
 
 def _parameter(x, panel: str) -> inspect.Parameter:
     "A field as a parameter of a signature."
-    asked, many = x.metadata["asked"], get_origin(x.type) is list
+    asked = x.metadata["asked"]
+    many = get_origin(x.type) is list
     kind = next((k for k in get_args(x.type) if k is not NoneType), x.type)
     how = _NUMBERS.get(kind, {}) | asked.how
     if asked.by_place:  # arguments have a panel of their own

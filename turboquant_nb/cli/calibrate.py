@@ -31,8 +31,10 @@ from .output import Output, ends_gently, hushed, target_file, writing
 from .proteins import Fit, fit_code
 
 # %% ../../nbs/reference/87l_cli_calibrate.ipynb #2fc44c5d
-scores, hf = lazy("turboquant_nb.evaluation.score"), lazy("turboquant_nb.hf")
-fits, frames = lazy("turboquant_nb.calibration.fit"), lazy("turboquant_nb.hf.frame")
+scores = lazy("turboquant_nb.evaluation.score")
+hf = lazy("turboquant_nb.hf")
+fits = lazy("turboquant_nb.calibration.fit")
+frames = lazy("turboquant_nb.hf.frame")
 sensitivity = lazy("turboquant_nb.calibration.sensitivity")
 calibrations = lazy("turboquant_nb.quant.calibration")
 
@@ -163,7 +165,8 @@ def _find_frame(name: str, reading, weights: Weights, output: Output, typed: Typ
     for x in ("windows", "length", "layers", "no_transforms", "fasta"):
         if x in typed.given:
             raise Usage(f"--{x.replace('_', '-')} has no meaning with --frame")
-    out, texts = target_file(name, "--frame"), read_texts(reading.text)
+    out = target_file(name, "--frame")
+    texts = read_texts(reading.text)
     loaded = load(weights, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     with at_fault(ValueError, where="--text: "):
@@ -209,7 +212,9 @@ def calibrate(
     if reading.no_transforms and not reading.layers:
         raise Usage("--no-transforms leaves nothing to find without --layers")
     loaded = reading.loaded(weights, output)
-    model, found, left = loaded.model, None, ""
+    model = loaded.model
+    found = None
+    left = ""
     with at_fault(ValueError), hushed():
         ids = reading.tokens(loaded)
         if not reading.no_transforms:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Callable
 
 from .app import Usage, app, at_fault, command, lazy, message, option, options
-from .generate import Seen, Writing, generated, stop_tokens
+from .generate import TokenRecorder, Writing, generated, stop_tokens
 from turboquant_nb.cli.inputs import (
     CHAT,
     NO_TEMPLATE,
@@ -28,9 +28,12 @@ from turboquant_nb.cli.inputs import (
 from .output import Output, hushed, target_file, writing
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #0cc6e18f
-torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
+torch = lazy("torch")
+transformers = lazy("transformers")
+hf = lazy("turboquant_nb.hf")
 checks = lazy("turboquant_nb.checks")
-files, archive = lazy("turboquant_nb.files"), lazy("turboquant_nb.hf.archive")
+files = lazy("turboquant_nb.files")
+archive = lazy("turboquant_nb.hf.archive")
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #af329ff9
 _MARK = "\ue000answer\ue000"  # in place of an answer; from a block of Unicode that no text uses
@@ -74,13 +77,19 @@ class Conversation:
         chat: bool = True,
         system: str | None = None,
     ):
-        self.model, self.tokenizer, self.new_cache = model, tokenizer, new_cache
-        self.chat, self.system = chat, system
+        self.model = model
+        self.tokenizer = tokenizer
+        self.new_cache = new_cache
+        self.chat = chat
+        self.system = system
         self.clear()
 
     def clear(self) -> None:
         "Forget everything said."
-        self.ids, self.messages, self.cache = [], [], self.new_cache()
+        cache = self.new_cache()
+        self.ids = []
+        self.messages = []
+        self.cache = cache
 
     def new_tokens(self, text: str) -> list:  # of int
         "What the model reads next if this is said."
@@ -103,7 +112,8 @@ class Conversation:
         """Say something and get the answer. Raises Usage for a message without tokens or
         without room for an answer."""
         new = self.new_tokens(text)
-        ids, seen = self.ids + new, Seen(streamer)
+        ids = self.ids + new
+        seen = TokenRecorder(streamer)
         limit = min(limit, context_length(self.model) - len(ids))
         if not new:
             raise Usage("the message has no tokens")
@@ -173,7 +183,8 @@ def load_conversation(talk: Conversation, path) -> None:
     tensors, header = archive.read_states(path)
     if not header.get("conversation"):
         raise ValueError(f"{path} holds a cache without a conversation")
-    about, model = files.Saved.of(header["conversation"], "conversation"), talk.model
+    about = files.Saved.of(header["conversation"], "conversation")
+    model = talk.model
     for m in about.a("messages", list, dict):
         for name in ("role", "content"):
             files.Saved(m).a(name, str)
@@ -189,7 +200,9 @@ def load_conversation(talk: Conversation, path) -> None:
             f"{len(ids)}"
         )
     talk.cache, talk.ids = cache, ids
-    talk.messages, talk.chat, talk.system = about["messages"], about["chat"], about["system"]
+    talk.messages = about["messages"]
+    talk.chat = about["chat"]
+    talk.system = about["system"]
 
 # %% ../../nbs/reference/87e_cli_chat.ipynb #697d1e84
 def status(cache, seconds: float = 0.0, tokens: int = 0) -> str:  # one line
@@ -290,7 +303,8 @@ class _Session:
 
     def answer(self, text: str) -> dict:
         "One turn, streamed, with its status."
-        streamer, before = _Streamer(self), len(self.talk.messages)
+        streamer = _Streamer(self)
+        before = len(self.talk.messages)
         try:
             limit = self.how.length.max_new_tokens
             said = self.talk.turn(text, limit, streamer, self.how)
@@ -309,7 +323,9 @@ class _Streamer:
     "Text to standard output as it comes, the status beside it, and the clock."
 
     def __init__(self, session: _Session):
-        self.session, self.count, self.prompt = session, 0, True
+        self.session = session
+        self.count = 0
+        self.prompt = True
         self.began = self.last = 0.0
         self.text = None
         if not session.output.json:
@@ -319,7 +335,8 @@ class _Streamer:
     def put(self, value) -> None:
         "The prompt, then tokens."
         if not self.prompt:
-            self.last, self.count = time.monotonic(), self.count + value.numel()
+            self.last = time.monotonic()
+            self.count += value.numel()
             self.began = self.began or self.last
         self.prompt = False
         if self.text is not None:

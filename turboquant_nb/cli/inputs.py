@@ -38,12 +38,13 @@ from .output import Output, hushed
 from ..quant.layer_info import longest_context
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #0db017a9
-torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
-hub, hub_errors = lazy("huggingface_hub"), lazy("huggingface_hub.errors")
-models, offloaded = (
-    lazy("turboquant_nb.evaluation.models"),
-    lazy("turboquant_nb.evaluation.offload"),
-)
+torch = lazy("torch")
+transformers = lazy("transformers")
+hf = lazy("turboquant_nb.hf")
+hub = lazy("huggingface_hub")
+hub_errors = lazy("huggingface_hub.errors")
+models = lazy("turboquant_nb.evaluation.models")
+offloaded = lazy("turboquant_nb.evaluation.offload")
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #9225a78a
 def check_name(
@@ -54,9 +55,8 @@ def check_name(
 ) -> None:
     """Raise Usage unless it is a path that exists or a repository on the hub; RuntimeError if
     the hub cannot be asked."""
-    with at_fault(
-        OSError, RuntimeError, ValueError, where=f"{option} {name}: "
-    ):  # of a name that is no path
+    # raised of a name that is no path
+    with at_fault(OSError, RuntimeError, ValueError, where=f"{option} {name}: "):
         path = Path(name).expanduser()
         if path.exists():
             return
@@ -133,7 +133,7 @@ def read_config(model: str):
     without its weights. Raises OSError, KeyError or ValueError where none can be read."""
     if model == "embedded":
         return transformers.LlamaConfig(**_EMBEDDED)
-    where, file, _ = models._resolve(model)
+    where, file, _ = models.locate_model(model)
     with hushed():
         if file is None:
             return transformers.AutoConfig.from_pretrained(where)
@@ -166,8 +166,8 @@ def tokenizer_of(model: str):
 def _read_tokenizer(model: str):
     with hushed():
         if model == "embedded":
-            model = models._dense_copy(models.cache_dir() / models.SMOLLM2.member)
-        where, file, _ = models._resolve(model)
+            model = models.float32_copy(models.cache_dir() / models.SMOLLM2.member)
+        where, file, _ = models.locate_model(model)
         how = {} if file is None else {"gguf_file": file}
         return transformers.AutoTokenizer.from_pretrained(where, **how)
 
@@ -215,8 +215,12 @@ def read_prompt(prompt: Prompt) -> str:
     if prompt.stdin not in (None, "-"):
         raise Usage(f"what is {prompt.stdin!r}? A prompt is given by {ways}")
     path = prompt.stdin or prompt.file
-    where = "standard input" if path == "-" else f"the file {path}" if path else "--prompt"
-    text = prompt.prompt if first == "--prompt" else _decoded(path, where)
+    if path is None:
+        where = "--prompt"
+        text = prompt.prompt
+    else:
+        where = "standard input" if path == "-" else f"the file {path}"
+        text = _decoded(path, where)
     if not text.strip():
         raise Usage(f"the prompt is empty ({where})")
     return text
@@ -308,7 +312,7 @@ class Weights:
 
 @options("Model")
 class Source(Weights):
-    "The same, and how it attends."
+    "A model, the dtype of its weights, its device, and how it attends."
 
     attention: Attention = option(
         Attention.turboquant,
@@ -399,7 +403,8 @@ def load(weights: Weights, output: Output, offloading: Offloading = Offloading()
     """The model that was asked for. Raises Usage for a name, dtype or device that does not
     exist."""
     check_model(weights.model)
-    device, rest = pick_device(weights.device), offloading.offload
+    device = pick_device(weights.device)
+    rest = offloading.offload
     dtype = weights.dtype or usual_dtype(device)
     output.note(f"loading {weights.model}")
     if (attention := getattr(weights, "attention", "turboquant")) != "turboquant":
@@ -415,7 +420,8 @@ def load(weights: Weights, output: Output, offloading: Offloading = Offloading()
             return Loaded(*models.load_model(weights.model, **how))
         room = offloading.gpu_memory
         loaded = Loaded(*offloaded.load_offloaded(weights.model, str(rest), room, **how))
-    there, p = {"cpu": "in the CPU's memory", "disk": "on the disk"}[rest], loaded.placement
+    there = {"cpu": "in the CPU's memory", "disk": "on the disk"}[rest]
+    p = loaded.placement
     stay = f"{in_words(p.resident)} of weights stay on {device}"
     output.note(f"{stay}, {in_words(p.offloaded)} wait {there}")
     return loaded
@@ -461,8 +467,10 @@ def about_run(command: str, source: Source, model) -> dict:
     )
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #87ca0006
-hf, mixed = lazy("turboquant_nb.hf"), lazy("turboquant_nb.quant.mixed_precision")
-specs, quant = lazy("turboquant_nb.quant.quantizer"), lazy("turboquant_nb.quant.recipe")
+hf = lazy("turboquant_nb.hf")
+mixed = lazy("turboquant_nb.quant.mixed_precision")
+specs = lazy("turboquant_nb.quant.quantizer")
+quant = lazy("turboquant_nb.quant.recipe")
 calibrations = lazy("turboquant_nb.quant.calibration")
 
 # %% ../../nbs/reference/87c_cli_inputs.ipynb #71b82c56

@@ -23,9 +23,11 @@ from typing import Callable
 from .app import Usage, can_draw, lazy, option, options
 
 # %% ../../nbs/reference/87b_cli_output.ipynb #06b6b682
-bars, rich_text = lazy("rich.progress"), lazy("rich.text")
+bars = lazy("rich.progress")
+rich_text = lazy("rich.text")
 hooks = lazy("turboquant_nb.hf.hooks")
-consoles, tables = lazy("rich.console"), lazy("rich.table")
+consoles = lazy("rich.console")
+tables = lazy("rich.table")
 log = lazy("transformers.utils.logging")
 
 # %% ../../nbs/reference/87b_cli_output.ipynb #b1f6b057
@@ -60,7 +62,9 @@ class Stage:
     "Progress on standard error: a bar on a terminal, else one line; nothing if not `on`."
 
     def __init__(self, label: str, total: int, on: bool):
-        self.bar, self.total, self.left = None, total, total
+        self.bar = None
+        self.total = total
+        self.left = total
         if on and sys.stderr.isatty():
             self.bar = _bar(label, total)
         elif on:
@@ -225,10 +229,8 @@ def _try_folder(folder: Path, what: str) -> None:
         scratch = _scratch(folder)
         Path(scratch, "probe").write_bytes(bytes(4096))  # a full disk still makes folders
     except OSError as error:
-        full = error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-        )  # nothing is wrong with what was typed
+        # nothing is wrong with what was typed
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = RuntimeError if full else Usage
         raise kind(f"{what}: its folder cannot be written ({error.strerror})") from error
     finally:

@@ -40,8 +40,11 @@ from .output import Output, hushed, show_table
 from ..quant.layer_info import longest_context
 
 # %% ../../nbs/reference/87h_cli_plan.ipynb #b0ef58bf
-torch, transformers, hf = lazy("torch"), lazy("transformers"), lazy("turboquant_nb.hf")
-quant, stores = lazy("turboquant_nb.quant.mixed_precision"), lazy("turboquant_nb.cache.store")
+torch = lazy("torch")
+transformers = lazy("transformers")
+hf = lazy("turboquant_nb.hf")
+quant = lazy("turboquant_nb.quant.mixed_precision")
+stores = lazy("turboquant_nb.cache.store")
 calibrations = lazy("turboquant_nb.quant.calibration")
 
 # %% ../../nbs/reference/87h_cli_plan.ipynb #7e9582a0
@@ -58,7 +61,8 @@ def bits_per_value(
         if d is None:
             total += sum(s.bits) / len(s.bits) if isinstance(s.bits, tuple) else s.bits
         else:
-            code, number = quant.find_code(s, d), 32 if s.scale_dtype == "float32" else 16
+            code = quant.find_code(s, d)
+            number = 32 if s.scale_dtype == "float32" else 16
             kept = [extra.bits or number for extra in code.extras]
             total += sum((*code.channel_bits, *kept, number)) / d
     return total / 2
@@ -178,7 +182,8 @@ def parameters_of(config) -> int:
 # %% ../../nbs/reference/87h_cli_plan.ipynb #d5f2e529
 def _plain_frame(config):
     "A frame that changes no key: of the size that a model's would have."
-    info, frames = hf.ModelInfo(config), []
+    info = hf.ModelInfo(config)
+    frames = []
     for layer in info.coded:
         heads, d, _ = sizes_of(layer, info.config.model_type)
         zero = torch.zeros(heads, d)
@@ -194,7 +199,8 @@ class CacheSize:
 
     def __init__(self, config, recipe, dtype):
         cache = hf.TurboQuantCache(config, recipe, frame=_plain_frame(config))
-        self.layers, self.dtype = cache.coded_layers, dtype
+        self.layers = cache.coded_layers
+        self.dtype = dtype
         self.text = cache.config
         self.tables, self.rope = self._shared()
 
@@ -213,11 +219,13 @@ class CacheSize:
 
     @cached_property
     def parts(self) -> list:  # (bytes without a tile, of a tile, window or None) of each layer
-        out, known = [], {}
+        out = []
+        known = {}
         for layer in self.layers:
             kind = layer.recipe, sizes_of(layer.info, self.text.model_type)
             if kind not in known:
-                empty, one = self._store(layer), self._store(layer, max_length=1)
+                empty = self._store(layer)
+                one = self._store(layer, max_length=1)
                 known[kind] = (
                     stores.expected_nbytes(empty),
                     stores.expected_nbytes(one) - stores.expected_nbytes(empty),
@@ -250,7 +258,8 @@ class CacheSize:
     def bytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of a cache that has read so many tokens of each sequence at once, as its report
         says them. Layers with a sliding window have freed tiles that nothing sees."""
-        parts, used = self.parts, -(-tokens // self.tile)
+        parts = self.parts
+        used = -(-tokens // self.tile)
         seen = lambda window: tokens if window is None else window - 1 + hf.MARGIN
         freed = lambda window: max(0, tokens - seen(window)) // self.tile
         each = sum(fixed + size * (used - freed(w)) for fixed, size, w in parts)
@@ -275,7 +284,8 @@ def sizes_of(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, 
 def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
     """Bytes of an uncompressed cache: every token of layers that keep all, the window of those
     that slide."""
-    info, total = hf.ModelInfo(config), 0
+    info = hf.ModelInfo(config)
+    total = 0
     for layer in info.coded:
         heads, *sizes = sizes_of(layer, info.config.model_type)
         held = tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
@@ -372,12 +382,14 @@ def plan(ask: Plan, output: Output) -> None:
     Only the model's config is read. Bytes of caches are those that a cache of this package
     reports."""
     asked = asked_caches(ask.recipe)
-    model, memory = planned(ask.model), ask.memory()
+    model = planned(ask.model)
+    memory = ask.memory()
     weights = ask.bytes_of_weights(model)
     room = None if memory is None else memory - weights - ask.reserve
     with at_fault(TypeError, ValueError, where=f"--model {ask.model}: "):
         plain = lambda n: plain_bytes(model.config, n, ask.batch, 2)
-        caches, refused = [("16 bits", plain, plain)], {}
+        caches = [("16 bits", plain, plain)]
+        refused = {}
         for x in asked:
             try:
                 sized = CacheSize(model.config, x.recipe, ask.dtype(model))
@@ -388,7 +400,8 @@ def plan(ask: Plan, output: Output) -> None:
             caches.append((x.name, *both))
         if asked and len(caches) == 1:
             raise ValueError("; ".join(f"{name}: {why}" for name, why in refused.items()))
-        values, rows = plain(ask.context) // 2, []
+        values = plain(ask.context) // 2
+        rows = []
         for name, held, most in caches:
             nbytes = held(ask.context)
             row = dict(cache=name, nbytes=nbytes, bits_per_value=8 * nbytes / values)
@@ -412,14 +425,15 @@ def plan(ask: Plan, output: Output) -> None:
 def _tell(ask: Plan, rows: list, about: dict) -> None:
     "The table, and in words what it rests on."
     known = about["memory"] is not None
-    tokens = lambda n: "none" if not n else "any" if n >= MOST else f"{n:,}"
+    tokens = lambda n: {0: "none", MOST: "any"}.get(n, f"{n:,}")
     names = ["cache", "bytes", "bits per value", "smaller", "with weights"]
     lines = [names + ["fits", "largest context"] * known]
     for d in rows:
         line = [d["cache"], in_words(d["nbytes"]), f"{d['bits_per_value']:.2f}"]
         line += [f"{d['ratio']:.2f}x", in_words(d["nbytes"] + about["weights"])]
-        fits = ["yes" if d["fits"] else "no", tokens(d["largest_context"])] if known else []
-        lines.append(line + fits)
+        if known:
+            line += ["yes" if d["fits"] else "no", tokens(d["largest_context"])]
+        lines.append(line)
     show_table(lines)
     print("\n" + "\n".join(_assumed(ask, about)))
 

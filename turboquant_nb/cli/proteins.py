@@ -30,9 +30,13 @@ from turboquant_nb.cli.output import (
 )
 
 # %% ../../nbs/reference/87k_cli_proteins.ipynb #9cf7ae59
-esm, codes = lazy("turboquant_nb.esm"), lazy("turboquant_nb.esm.transform")
-np, torch, arrays_of = lazy("numpy"), lazy("torch"), lazy("safetensors.numpy")
-safetensors, hub = lazy("safetensors"), lazy("transformers.utils")
+esm = lazy("turboquant_nb.esm")
+codes = lazy("turboquant_nb.esm.transform")
+np = lazy("numpy")
+torch = lazy("torch")
+arrays_of = lazy("safetensors.numpy")
+safetensors = lazy("safetensors")
+hub = lazy("transformers.utils")
 
 # %% ../../nbs/reference/87k_cli_proteins.ipynb #03365112
 @options("Proteins")
@@ -88,7 +92,8 @@ def fit_code(ask: Fit, output: Output) -> None:
     held_out = read_input("--held-out", ask.held_out, esm.read_fasta) if ask.held_out else {}
     with at_fault(ValueError, TypeError):
         codes.as_transform(ask.recipe)
-    model, n = load_protein_model(ask.model, ask.device, output), len(sequences)
+    model = load_protein_model(ask.model, ask.device, output)
+    n = len(sequences)
     with at_fault(ValueError, TypeError):
         with output.stage(f"reading {n} sequences twice", 2 * n) as stage:
             apart = list(held_out.values())
@@ -136,7 +141,9 @@ class Scores:
 )
 def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
     "Score substitutions of proteins with ESM-2."
-    sequences, asked, method = proteins.sequences(), None, scores.method.value
+    sequences = proteins.sequences()
+    asked = None
+    method = scores.method.value
     if scores.mutations:
         asked = read_input("--mutations", scores.mutations, esm.read_mutations)
     with at_fault(ValueError, where="--mutations: "):
@@ -148,7 +155,8 @@ def variants(proteins: Proteins, scores: Scores, output: Output) -> None:
         )
     code = read_code(scores.code)
     model = load_protein_model(proteins.model, proteins.device, output)
-    n, names = len(sequences), ("name", "mutation", "score")
+    n = len(sequences)
+    names = "name", "mutation", "score"
     with at_fault(ValueError, TypeError), esm.TurboEsm(model, code) as turbo:
         with output.stage(f"scoring {n} sequences", n) as stage:
             rows = esm.variants(turbo, sequences, asked, method, stage.at)
@@ -187,7 +195,8 @@ class Reading:
 
     def open(self) -> "Opened":
         "Files, then the model."
-        ask, sequences = self.proteins, self.proteins.sequences()
+        ask = self.proteins
+        sequences = self.proteins.sequences()
         code = read_code(self.coded.code)
         model = load_protein_model(ask.model, ask.device, self.output)
         return Opened(sequences, code, model, self)
@@ -212,7 +221,8 @@ class Opened:
         label: str,
     ) -> dict:  # name -> that thing
         "What `read` gives of each protein, batch by batch, in the order of the file."
-        found, device = {}, next(self.model.parameters()).device
+        found = {}
+        device = next(self.model.parameters()).device
         stage = self.asked.output.stage(label, len(self.sequences))
         with at_fault(ValueError, TypeError), esm.TurboEsm(self.model, self.code) as turbo:
             with stage:
@@ -273,7 +283,8 @@ def embed(ask: Embedding, reading: Reading) -> None:
     """Write embeddings of proteins.
 
     Final states of ESM-2, for each protein or each residue."""
-    target, one = ask.target(), ask.of is _Of.protein
+    target = ask.target()
+    one = ask.of is _Of.protein
     opened = reading.open()
     n = len(opened.sequences)
     found = opened.each(_embeddings, f"embedding {n} proteins")
@@ -391,7 +402,8 @@ def contacts(ask: Contacts, reading: Reading) -> None:
 
     Probabilities of ESM-2's contact head; pairs go to standard output, whole matrices to
     --out."""
-    target, name = target_file(ask.out, "--out", ARRAYS), reading.proteins.model
+    target = target_file(ask.out, "--out", ARRAYS)
+    name = reading.proteins.model
     opened = reading.open()
     if not has_contact_head(name):
         raise Usage(
@@ -402,10 +414,8 @@ def contacts(ask: Contacts, reading: Reading) -> None:
     rows = [(name, *row) for name, x in found.items() for row in pairs(x, ask.above, ask.apart)]
     residue = lambda name, i: f"{opened.sequences[name][i - 1]}{i}"
     lines = [[name, residue(name, i), residue(name, j), f"{p:.4f}"] for name, i, j, p in rows]
-    heads, names = (
-        ["name", "residue", "residue", "probability"],
-        ("name", "i", "j", "probability"),
-    )
+    heads = ["name", "residue", "residue", "probability"]
+    names = "name", "i", "j", "probability"
     found_pairs = [dict(zip(names, row)) for row in rows]
     if target:
         with writing(target) as new:
@@ -543,7 +553,8 @@ def fold_protein(ask: Folding, output: Output) -> None:
 
     The structure of an ESMFold, and how far it is from the one on exact states."""
     sequences = ask.sequences()
-    names, code = list(sequences), ask.states()
+    names = list(sequences)
+    code = ask.states()
     targets = ask.targets(names)
     check_name(ask.model, "--model", "config.json", (".safetensors", ".bin"))
     with at_fault(OSError, TypeError, ValueError, where="--model: "), hushed():

@@ -28,14 +28,15 @@ from turboquant_nb.cli.inputs import (
 from .output import Output
 
 # %% ../../nbs/reference/87m_cli_serve.ipynb #ee8ec438
-torch, transformers = lazy("torch"), lazy("transformers")
-checks, files = lazy("turboquant_nb.checks"), lazy("turboquant_nb.files")
+torch = lazy("torch")
+transformers = lazy("transformers")
+checks = lazy("turboquant_nb.checks")
+files = lazy("turboquant_nb.files")
 models = lazy("turboquant_nb.hf.model_info")
-quant, calibrations = (
-    lazy("turboquant_nb.quant.recipe"),
-    lazy("turboquant_nb.quant.calibration"),
-)
-engine, pages = lazy("turboquant_nb.serving.step"), lazy("turboquant_nb.serving.vllm_pages")
+quant = lazy("turboquant_nb.quant.recipe")
+calibrations = lazy("turboquant_nb.quant.calibration")
+engine = lazy("turboquant_nb.serving.step")
+pages = lazy("turboquant_nb.serving.vllm_pages")
 
 # %% ../../nbs/reference/87m_cli_serve.ipynb #87ib0009
 # tokens of a step in vLLM, where nothing else is said, at most (2,048 on GPUs of less than 70
@@ -65,7 +66,8 @@ def cache_size(
     sizes = [
         h * serving.bytes_per_token(x.key_size, x.value_size) for x, h in zip(layers, heads)
     ]
-    cut, page = pages.Pages(block, frozenset(sizes)), block * max(sizes)
+    cut = pages.Pages(block, frozenset(sizes))
+    page = block * max(sizes)
     tokens = [cut.tokens_of(n) for n in sizes]  # of a page of each layer
     alike = len({x.sliding_window is None for x in layers}) < 2
     stay = [alike or x.sliding_window is None for x in layers]
@@ -94,11 +96,8 @@ def cache_size(
     return found
 
 # %% ../../nbs/reference/87m_cli_serve.ipynb #87ib000c
-OURS = (
-    "--attention-backend",
-    "--kv-cache-dtype",
-    "--additional-config",
-)  # what the command itself says to vLLM
+# what the command itself says to vLLM
+OURS = ("--attention-backend", "--kv-cache-dtype", "--additional-config")
 
 
 def option_of(words: list, *names: str) -> str | None:
@@ -321,7 +320,8 @@ def serve(served: _Served, output: Output) -> None:
     share = _number(words, 0.9, float, "--gpu-memory-utilization")
     config = _model_config(served.model)
     given = _serving_config(served, config)
-    memory, serving = _gpu_memory(), engine.ServingConfig.of(given)
+    memory = _gpu_memory()
+    serving = engine.ServingConfig.of(given)
     machine = dict(gpus=gpus, memory=None if memory is None else memory * share)
     machine["block"] = _number(words, 128, int, "--block-size")
     machine["chunk"] = _number(words, CHUNK, int, "--max-num-batched-tokens")

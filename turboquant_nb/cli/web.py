@@ -16,7 +16,9 @@ from .inputs import OneCache, Weights, context_length, opened
 from .output import Output, hushed
 
 # %% ../../nbs/reference/87g_cli_web.ipynb #74f8f560
-torch, hf, checks = lazy("torch"), lazy("turboquant_nb.hf"), lazy("turboquant_nb.checks")
+torch = lazy("torch")
+hf = lazy("turboquant_nb.hf")
+checks = lazy("turboquant_nb.checks")
 gradio = lazy("gradio", lambda: checks.missing("turboquant web needs gradio", "web"))
 
 # %% ../../nbs/reference/87g_cli_web.ipynb #699a7ecf
@@ -38,12 +40,14 @@ def answering(
             text = "".join(x["content"] for x in turns)
         special = not tokenizer.chat_template
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=special).input_ids
-        n, most = ids.shape[1], context_length(model)
+        n = ids.shape[1]
+        most = context_length(model)
         if not 0 < n < most:
             raise Usage(
                 f"the conversation has {n:,} tokens; this model reads 1 to {most - 1:,}"
             )
-        cache, limit = new_cache(), min(how.length.max_new_tokens, most - n)
+        cache = new_cache()
+        limit = min(how.length.max_new_tokens, most - n)
         tokens = generated(how, model, ids.to(model.device), cache, limit)
         return tokenizer.decode(tokens, skip_special_tokens=True), status(cache)
 

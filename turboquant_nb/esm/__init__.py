@@ -10,7 +10,6 @@ _HOME = {
         "EOS",
         "UNK",
         "MASK",
-        "_INDEX",
         "tokens",
         "read_fasta",
         "load_esm",

@@ -21,8 +21,8 @@ from turboquant_nb.esm.transform import (
     CodeStatistics,
     TransformCode,
     TransformRecipe,
-    _positions,
     as_transform,
+    first_positions,
     fit_code,
 )
 
@@ -55,12 +55,13 @@ def _pass_over(turbo, sequences, take, progress=lambda done, total: None, at_mos
 # %% ../../nbs/74_esm_calibration.ipynb #003cdda3
 def _key_mean(turbo, sequences, inv_freq) -> Tensor:  # [L, H, d] fp64
     "Mean of the keys before RoPE: RoPE backwards is RoPE at the negative position."
-    total, n = torch.zeros(turbo.shape, dtype=torch.float64), 0
+    total = torch.zeros(turbo.shape, dtype=torch.float64)
+    n = 0
 
     def take(layer, q, k, v, real, visible):
         nonlocal n
         x = apply_cos_sin(
-            k.float(), cos_sin_table(-_positions(k), inv_freq)[:, None]
+            k.float(), cos_sin_table(-first_positions(k), inv_freq)[:, None]
         ).transpose(1, 2)[real]
         total[layer] += x.sum(0).double().cpu()
         n += len(x) * (layer == 0)
@@ -77,7 +78,8 @@ def _dense(turbo) -> list:
 def _shaken(turbo, ids, probed, generator, size=0.05):
     """Final states with noise on one layer's attention output, and the energy of that noise
     after W_o."""
-    given, dense = [], _dense(turbo)[probed]
+    given = []
+    dense = _dense(turbo)[probed]
 
     def hook(layer, q, k, v, _):
         if layer != probed:
@@ -92,7 +94,8 @@ def _shaken(turbo, ids, probed, generator, size=0.05):
 
 def _gains(turbo, sequences) -> Tensor:  # [L] fp64
     "How much of a small random change of each layer's attention output reaches the end."
-    layers, generator = turbo.shape[0], torch.Generator().manual_seed(0)
+    layers = turbo.shape[0]
+    generator = torch.Generator().manual_seed(0)
     ratio = torch.zeros(len(sequences), layers, dtype=torch.float64)
     for i, s in enumerate(sequences):
         ids, _ = tokens([s], turbo.base.device)

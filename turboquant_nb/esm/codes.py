@@ -22,9 +22,9 @@ from ..cache.store import KVStore
 from turboquant_nb.esm.transform import (
     SideCode,
     TransformCode,
-    _positions,
     decode_states,
     energy_beyond,
+    first_positions,
     look_up,
     pack_channels,
     restore_states,
@@ -51,7 +51,10 @@ class Past:
         # no number may be read: all sequences start at 0, and nobody asks
         captured: bool = False,
     ):
-        self.layers, self.start, self.length, self.captured = layers, start, 0, captured
+        self.layers = layers
+        self.start = start
+        self.length = 0
+        self.captured = captured
         # asked once: on a GPU every answer waits
         self.ragged = not captured and bool(start.any())
         self.kept = [None] * layers  # the past and, behind it, the chunk that is being read
@@ -71,7 +74,8 @@ class Past:
 
     def select(self, sequence: int) -> "Past":
         "The past of one sequence alone, to be read."
-        part, out = slice(sequence, sequence + 1), copy(self)
+        part = slice(sequence, sequence + 1)
+        out = copy(self)
         out.start = self.start[part]
         out._cut(part)
         return out
@@ -114,7 +118,8 @@ def prefix_visible(
 ) -> Tensor:  # bool [B, n, n]: row i sees column j
     """Visibility of tokens: the prefix to itself, and to each later token the prefix and what
     came since."""
-    at, prefix = torch.arange(n, device=prefix.device), prefix[:, None, None]
+    at = torch.arange(n, device=prefix.device)
+    prefix = prefix[:, None, None]
     return (at < prefix) | ((at <= at[:, None]) & (at[:, None] >= prefix))
 
 
@@ -149,7 +154,8 @@ def rows(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor) ->
     at[r] of it."""
     dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
-    scores, index = self.scores(layer, q), at.expand(1, q.shape[1], -1)[..., None]
+    scores = self.scores(layer, q)
+    index = at.expand(1, q.shape[1], -1)[..., None]
     scores.scatter_(3, index, (q * k).sum(-1, keepdim=True))
     if self.ragged:
         scores[..., : int(self.start)] = -math.inf
@@ -163,7 +169,8 @@ class _CodedSide:
     side by side; room grows by an eighth."""
 
     def __init__(self, code: SideCode, start: Tensor, capacity: int):
-        self.code, self.found = code, None
+        self.code = code
+        self.found = None
         self.edges = torch.tensor([0, *code.widths]).cumsum(0).tolist()  # of the layers
         shape = len(start), self.edges[-1], capacity
         self.data = torch.zeros(shape, dtype=torch.uint8, device=start.device)
@@ -197,7 +204,8 @@ class _CodedSide:
     def select(self, part: slice) -> "_CodedSide":
         "Of some sequences."
         out = copy(self)
-        out.data, out.found = self.data[part], None
+        out.data = self.data[part]
+        out.found = None
         return out
 
 # %% ../../nbs/72_esm_codes.ipynb #57ed8af0
@@ -241,7 +249,9 @@ class CodedPast(Past):
         captured: bool = False,
     ):
         super().__init__(code.key.shape[0], start, captured)
-        self.code, self.new, self.outliers = code, {}, []
+        self.code = code
+        self.new = {}
+        self.outliers = []
         self.exact_dtype = torch.float16 if dtype == torch.float32 else dtype  # of outliers
         self.key, self.value = (_CodedSide(s, start, max_length or 0) for s in code.sides)
         self._rest()
@@ -253,10 +263,12 @@ class CodedPast(Past):
             self._write()
 
     def _write(self):
-        first, n = min(self.new), next(iter(self.new.values()))[0].shape[2]
+        first = min(self.new)
+        n = next(iter(self.new.values()))[0].shape[2]
         positions = self.positions(self.length, self.length + n)
         chunks = [torch.stack(x) for x in zip(*self.new.values())]
-        reach, far = self.code.recipe.outliers, False
+        reach = self.code.recipe.outliers
+        far = False
         for side, x in zip((self.key, self.value), chunks):
             packed, out = coded(side.code, x, positions, first, reach, not self.captured)
             side.room(self.length + n)
@@ -331,7 +343,8 @@ class CodedPast(Past):
 
     def attend(self, layer, q, k, v, causal=True):
         self.take(layer, k, v)
-        own, dtype = q.float() @ k.float().mT, q.dtype
+        own = q.float() @ k.float().mT
+        dtype = q.dtype
         scores = torch.cat([self.scores(layer, q), own], -1)
         seen = self.visible(q.shape[2], causal)
         p = (scores if seen is None else scores.masked_fill_(~seen, -math.inf)).softmax(-1)
@@ -340,7 +353,8 @@ class CodedPast(Past):
 
     def states(self, layer):
         "Keys and values of the past [B, H, T, d] fp32, as codes and outliers say."
-        at, out = self.positions(0, self.length), []
+        at = self.positions(0, self.length)
+        out = []
         for name in ("key", "value"):
             z = self._read(name, layer).mT
             out.append(restore_states(getattr(self.code, name), z, at, layer))
@@ -477,7 +491,9 @@ def recoded(
         store = code[layer].store(b, heads, d, dtype=k.dtype, device=k.device)
         ops.append(store, k, v)
         return store.read()
-    out, far, positions = [], False, _positions(k)
+    out = []
+    far = False
+    positions = first_positions(k)
     for side, x in zip(code.sides, (k, v)):
         packed, over = coded(side, x[None], positions, layer, code.recipe.outliers)
         far = far | over

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoints import RESIDUES, _transformers, check_residues
+from .checkpoints import RESIDUES, check_residues, import_transformers
 from .model import TurboEsm
 from ..quant.recipe import Recipe, as_recipe
 
@@ -27,7 +27,7 @@ def load_folding(
 ):  # EsmForProteinFolding
     """A folding model. Raises ValueError for weights that lack a part of it, OSError if there
     are none."""
-    config = _transformers().EsmConfig.from_pretrained(source)
+    config = import_transformers().EsmConfig.from_pretrained(source)
     if not config.is_folding_model:
         raise ValueError(f"{source}: no folding model; its configuration has no trunk")
     model, info = _folding().from_pretrained(source, output_loading_info=True)
@@ -37,7 +37,7 @@ def load_folding(
 
 
 def _folding():
-    return _transformers().EsmForProteinFolding
+    return import_transformers().EsmForProteinFolding
 
 
 def random_folding(

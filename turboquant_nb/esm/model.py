@@ -18,7 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .. import checks
-from .checkpoints import _transformers, tokens
+from .checkpoints import import_transformers, tokens
 from turboquant_nb.esm.codes import (
     FramedRecipe,
     check_recodable,
@@ -32,7 +32,7 @@ from ..quant.layer_info import read_facts
 from ..quant.recipe import as_recipe
 from .transform import TransformCode, attention_weights
 
-_transformers()  # says which extra installs it
+import_transformers()  # says which extra installs it
 from ..hf.hooks import Ask, hooked
 from transformers.models.esm.modeling_esm import EsmModel
 
@@ -88,7 +88,8 @@ def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Re
         raise ValueError(
             f"code is for layers, heads, head size {code.key.shape}, the model has {shape}"
         )
-    mark, own = torch.tensor(code.header["fingerprint"]), torch.tensor(fingerprint(base))
+    mark = torch.tensor(code.header["fingerprint"])
+    own = torch.tensor(fingerprint(base))
     if not torch.allclose(mark, own, rtol=0.02, atol=1e-3 * float(own.abs().max())):
         raise ValueError("code was calibrated on another model: the key weights differ")
     return code.to(base.device)
@@ -120,7 +121,8 @@ def _find_frames(turbo) -> list:
 
 def _framed(turbo, recipes: list) -> list:
     "A FramedRecipe for each layer. A model's frames are found once."
-    inv_freq, frames = turbo.base.rotary_embeddings.inv_freq, [None] * len(recipes)
+    inv_freq = turbo.base.rotary_embeddings.inv_freq
+    frames = [None] * len(recipes)
     if any(r.wants_frame for r in recipes):
         if turbo.base not in _FRAMES:
             _FRAMES[turbo.base] = _find_frames(turbo)
@@ -154,11 +156,13 @@ class TurboEsm:
     def __init__(self, model, code=None, max_length: int | None = None):
         if max_length is not None:
             checks.whole(max_length, "max_length", 1)
-        self.base, self.model = _trunk(model), model
+        self.base = _trunk(model)
+        self.model = model
         folds = hasattr(model, "trunk")  # then its head reads what the trunk gives
         self.head = None if folds else getattr(model, "lm_head", None)
         self.attention = [layer.attention.self for layer in self.base.encoder.layer]
-        self.past, self.max_length = None, max_length
+        self.past = None
+        self.max_length = max_length
         facts = read_facts(self.base.config)
         self.shape = len(self.attention), facts["query heads"], facts["head size"]
         self.code = _code_for(code, self.base, self.shape)
@@ -192,13 +196,13 @@ class TurboEsm:
         states. `mask` [B, T] is 1 for tokens, then 0 for padding. Drops an earlier past; raises
         ValueError for another mask, or more tokens than max_length."""
         start = _padding(ids, mask)
-        self._check_room(ids.shape[1])
+        self.check_room(ids.shape[1])
         self.past = None
-        self.past, out = self._read(ids, start, mask)
+        self.past, out = self.read_past(ids, start, mask)
         self.masked = (ids == self.base.config.mask_token_id).sum(1)
         return out
 
-    def _check_room(self, n: int) -> None:
+    def check_room(self, n: int) -> None:
         "ValueError where so many tokens are more than max_length."
         if self.max_length is not None and n > self.max_length:
             raise ValueError(f"max_length is {self.max_length}: cannot hold {n} tokens")
@@ -213,7 +217,7 @@ class TurboEsm:
                 stacklevel=2,
             )
 
-    def _read(
+    def read_past(
         self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False
     ) -> tuple:
         "A past that holds these sequences, and the output of the pass that filled it."
@@ -242,9 +246,11 @@ class TurboEsm:
 
     def report(self) -> dict:
         "Bytes held for the past, bits per value, ratios to fp16 and fp32; tables apart."
-        past, (layers, heads, d) = self._need(), self.shape
+        past = self._need()
+        layers, heads, d = self.shape
         values = 2 * layers * heads * d * len(past.start) * past.length
-        held, tables = past.nbytes(), getattr(self.code, "tables_nbytes", 0)
+        held = past.nbytes()
+        tables = getattr(self.code, "tables_nbytes", 0)
         return dict(
             tokens=past.length,
             nbytes=held,
@@ -258,7 +264,7 @@ class TurboEsm:
         """What `report` would say is held of one sequence of so many tokens, read at once;
         nothing is read. None where the sequence decides, by its outlier tokens. ValueError for
         more than max_length."""
-        self._check_room(checks.whole(tokens, "tokens", 1))
+        self.check_room(checks.whole(tokens, "tokens", 1))
         return planned_nbytes(self.code, self.shape, tokens, self.base.dtype)
 
 # %% ../../nbs/73_esm_model.ipynb #7de99272
@@ -333,11 +339,11 @@ def rows(
     if low < 0 or high >= past.length - start:
         text = f"{past.length - start - 1}, got {low} to {high}"
         raise ValueError(f"at must be from 0 to {text}")
-    return self._rows(past, ids, at, start, block)
+    return self.past_rows(past, ids, at, start, block)
 
 
 @patch
-def _rows(
+def past_rows(
     self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, block: int = 1024
 ) -> EsmOutput:
     "`rows` of a past that is given, positions unchecked: no number is read from the device."
@@ -365,9 +371,8 @@ def _replayed(q, exact, codes, prefix, real) -> Tensor:  # [B, H, T, d]
     own."""
     (k, v), (ck, cv) = exact, codes
     n = q.shape[2]
-    late = (torch.arange(n, device=q.device) >= prefix[:, None])[
-        :, None, :, None
-    ]  # [B, 1, T, 1]
+    # [B, 1, T, 1]
+    late = (torch.arange(n, device=q.device) >= prefix[:, None])[:, None, :, None]
     visible = (prefix_visible(n, prefix) & real[:, None])[:, None]
     scores = torch.where(late, q @ ck.transpose(-1, -2), q @ k.transpose(-1, -2))
     own = (q * k).sum(-1, keepdim=True)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from .. import checks
 from turboquant_nb.esm.checkpoints import (
-    _INDEX,
     CLS,
     EOS,
     MASK,
     RESIDUES,
     TOKENS,
+    TOKEN_INDEX,
     batches,
     tokens,
 )
@@ -34,14 +34,15 @@ from ..hf.graphs import CudaGraph
 # %% ../../nbs/75_esm_mutations.ipynb #a172749a
 def _log_odds(logits: Tensor, ids: Tensor) -> Tensor:  # [L, 20]
     "log p(residue) - log p(wild type) at each position."
-    columns = torch.tensor([_INDEX[x] for x in RESIDUES], device=logits.device)
+    columns = torch.tensor([TOKEN_INDEX[x] for x in RESIDUES], device=logits.device)
     logits = logits.float()
     return logits[:, columns] - logits.gather(1, ids[:, None])
 
 
 def _masked_passes(turbo, ids, groups, at_most) -> Tensor:  # [L, vocabulary]
     "Logits of masked residues: the residues of a group are masked together."
-    size, logits = max(1, at_most // ids.shape[1]), None
+    size = max(1, at_most // ids.shape[1])
+    logits = None
     for i in range(0, len(groups), size):
         part = groups[i : i + size]
         batch = ids.repeat(len(part), 1)
@@ -112,17 +113,15 @@ class MaskedRows:
     def __init__(self, turbo: TurboEsm, length: int, graphs=CudaGraph):  # or a class like it
         _check_head(turbo, "frozen", ("frozen",))
         checks.whole(length, "length", 1)
-        turbo._check_room(length + 2)
+        turbo.check_room(length + 2)
         if why := why_not_captured(turbo.code):
             raise ValueError(f"this code cannot be captured in a graph: {why}")
         device = turbo.base.device
         if graphs is CudaGraph and device.type != "cuda":
             raise ValueError(f"a CUDA graph needs a model on a GPU, got one on {device}")
         self.turbo, self.length = turbo, length
-        self.ids, self.start = (
-            tokens(["A" * length], device)[0],
-            torch.zeros(1, dtype=torch.long, device=device),
-        )
+        self.ids = tokens(["A" * length], device)[0]
+        self.start = torch.zeros(1, dtype=torch.long, device=device)
         self.at = torch.arange(1, length + 1, device=device)
         self.mask = torch.full_like(self.at, MASK)
         for _ in range(2):  # tables are made and libraries loaded before
@@ -131,8 +130,8 @@ class MaskedRows:
         self.out = self.graph.capture(self._step, [self.ids])
 
     def _step(self) -> dict:
-        past, read = self.turbo._read(self.ids, self.start, captured=True)
-        logits = self.turbo._rows(past, self.mask, self.at).logits
+        past, read = self.turbo.read_past(self.ids, self.start, captured=True)
+        logits = self.turbo.past_rows(past, self.mask, self.at).logits
         return {"logits": logits, "finite": read.hidden.isfinite().all()}
 
     @torch.no_grad()
@@ -243,7 +242,8 @@ def _parse_mutation(text: str, sequence: str) -> tuple:  # (row, column) of the 
     found = re.fullmatch(r"([A-Z])(\d+)([A-Z])", text.strip().upper())
     if not found or found[3] not in RESIDUES:
         raise ValueError(f"a mutation must be like A5G, got {text!r}")
-    was, at = found[1], int(found[2])
+    was = found[1]
+    at = int(found[2])
     here = sequence[at - 1].upper() if 1 <= at <= len(sequence) else None
     if here != was:
         has = f"{here}{at}" if here else f"{len(sequence)} residues"
@@ -285,19 +285,20 @@ def variants_of(
     return {name: of(name) for name in sequences}
 
 
-CAPTURE_FROM = (
-    5  # proteins of one length: a capture takes as long as three or four of them eagerly
-)
+# proteins of one length: a capture takes as long as three or four of them eagerly
+CAPTURE_FROM = 5
 
 
 def _tables(turbo: TurboEsm, method: str, lengths: Counter, graphs):
     """A function from sequences to `masked_marginals`; lengths that come often are captured,
     one graph at a time."""
-    on_gpu = turbo.base.device.type == "cuda"
-    kind = (CudaGraph if on_gpu else None) if graphs is True else graphs or None
-    if kind is None or method != "frozen" or why_not_captured(turbo.code):
+    kind = graphs
+    if graphs is True:
+        kind = turbo.base.device.type == "cuda" and CudaGraph
+    if not kind or method != "frozen" or why_not_captured(turbo.code):
         return lambda s: masked_marginals(turbo, s, method)
-    graph, failed = None, set()
+    graph = None
+    failed = set()
 
     def table(s: str) -> Tensor:
         nonlocal graph
@@ -327,10 +328,9 @@ def variants(
     # of `masked_marginals`; "one-pass": a pass for each variant, of its whole sequence
     method: str = "frozen",
     progress=lambda done, total: None,
-    graphs: bool
     # for "frozen": capture lengths that come `CAPTURE_FROM` times; True: on a GPU, False:
     # never, or a class like CudaGraph
-    | type = True,
+    graphs: bool | type = True,
 ) -> list:  # of (name, mutation, score)
     "Scores of all proteins. Raises ValueError as `variants_of`, before anything is computed."
     wanted_of = variants_of(sequences, mutations)
@@ -339,10 +339,8 @@ def variants(
         (name for name, wanted in wanted_of.items() if wanted),
         key=lambda name: len(sequences[name]),
     )
-    table, found = (
-        _tables(turbo, method, Counter(len(sequences[name]) for name in asked), graphs),
-        {},
-    )
+    table = _tables(turbo, method, Counter(len(sequences[name]) for name in asked), graphs)
+    found = {}
     for i, name in enumerate(asked):
         s, wanted = sequences[name], wanted_of[name]
         if method == "one-pass":
@@ -397,7 +395,8 @@ def sampled(
     seed: int,
 ) -> Tensor:  # [n, L + 2]
     "Ids of sequences that a model draws; all chance comes from the seed."
-    g, (n, length) = torch.Generator().manual_seed(seed), shape
+    g = torch.Generator().manual_seed(seed)
+    n, length = shape
     ids = torch.full((n, length + 2), mask, device=letters.device)
     ids[:, 0], ids[:, -1] = ends
     if gibbs := method == "gibbs":
@@ -432,10 +431,10 @@ def design(
     checks.whole(n, "n", 1)
     checks.whole(sweeps, "sweeps", 1)
     checks.whole(length, "length", 1, turbo.base.config.max_position_embeddings - 4)
-    turbo._check_room(length + 2)
+    turbo.check_room(length + 2)
     rows = max(1, at_most // (length + 2))
     logits_of = lambda ids: torch.cat([_unmasked_pass(turbo, x) for x in ids.split(rows)])
-    letters = torch.tensor([_INDEX[x] for x in RESIDUES], device=turbo.base.device)
+    letters = torch.tensor([TOKEN_INDEX[x] for x in RESIDUES], device=turbo.base.device)
     about = (n, length), method, sweeps, (CLS, EOS), MASK, letters, seed
     ids = sampled(logits_of, *about)
     return ["".join(TOKENS[i] for i in row[1:-1]) for row in ids.tolist()]

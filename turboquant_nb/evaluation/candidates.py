@@ -43,9 +43,8 @@ class Candidate:
     name: str
     make: Callable  # () -> an empty cache
     recipe: object = None  # of ours: a Recipe, or a list with one per layer
-    dtype: torch.dtype | None = (
-        torch.bfloat16
-    )  # states are handed over in it; None: as they come
+    # states are handed over in it; None: as they come
+    dtype: torch.dtype | None = torch.bfloat16
     block: int = 1  # it does the same with all but the last of so many tokens at once
     flush: int = 1  # tokens after which an earlier one is surely coded
     decays: bool = False  # codes of old tokens change later: every step has to be taken
@@ -158,7 +157,8 @@ def _parts_of(x) -> list:
     skip = isinstance(x, (*none, LayerFrame)) or callable(x)
     if skip or type(x).__name__.endswith("Config"):
         return []
-    slots, own = getattr(type(x), "__slots__", ()), getattr(x, "__dict__", None)
+    slots = getattr(type(x), "__slots__", ())
+    own = getattr(x, "__dict__", None)
     slots = [slots] if isinstance(slots, str) else slots
     own = own if isinstance(own, dict) else {}
     # tables that a process made of a codebook or a transform lie there, once for all caches
@@ -170,7 +170,9 @@ def held_bytes(
     x,  # a cache, or anything that holds tensors
 ) -> int:
     "Bytes of all tensors and arrays that can be reached, each counted once."
-    seen, sizes, todo = {}, {}, [x]
+    seen = {}
+    sizes = {}
+    todo = [x]
     while todo:
         y = todo.pop()
         if id(y) in seen or isinstance(y, (str, bytes, int, float)):
@@ -193,7 +195,8 @@ def bits_per_value(
     by walking."""
     if hasattr(cache, "report"):
         return cache.report()["bits_per_value"]
-    entries, T = 0, cache.get_seq_length()
+    entries = 0
+    T = cache.get_seq_length()
     for x in ModelInfo(model).coded:
         held = T if x.sliding_window is None else min(T, x.sliding_window - 1)
         entries += x.heads * (x.key_size + x.value_size) * held

@@ -46,7 +46,8 @@ class Harness(HFLM):
             raise ValueError(f"batch_size must be a whole number, got {batch_size!r}")
         super().__init__(pretrained, batch_size=batch_size, **settings)
         recipe = Recipe.from_dict(recipe) if isinstance(recipe, dict) else recipe
-        self.coded, self.chunk = enable(self.model, recipe), checks.whole(chunk, "chunk", 1)
+        self.coded = enable(self.model, recipe)
+        self.chunk = checks.whole(chunk, "chunk", 1)
 
     def _loglikelihood_tokens(
         self,
@@ -56,7 +57,8 @@ class Harness(HFLM):
     ) -> list:  # of (log-likelihood, whether each token is the most likely one)
         "Score answers; neighbours with one context share its codes."
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0)
-        batch, found = override_bs or self.batch_size, []
+        batch = override_bs or self.batch_size
+        found = []
 
         def shared(asked):
             "What is coded before the answer, and the batch to which the request belongs."
@@ -86,7 +88,8 @@ class Harness(HFLM):
         rows: list,  # of lists of tokens behind it
     ) -> zip:  # of (log-probabilities, whether most likely), of all tokens but a row's first
         "One reading of `past` for all rows."
-        cache, size = self.coded.made(), max(map(len, rows))
+        cache = self.coded.made()
+        size = max(map(len, rows))
         if past:
             self.model(self._tokens([past]), past_key_values=cache, logits_to_keep=1)
             cache.batch_repeat_interleave(len(rows))

@@ -13,7 +13,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import nn
 
-from .models import _embedded, _need, _quiet, _resolve
+from turboquant_nb.evaluation.models import (
+    import_extra,
+    locate_embedded,
+    locate_model,
+    quiet_loading,
+)
 from ..quant.layer_info import read_facts
 
 # %% ../../nbs/80b_offload.ipynb #0ff10a0c
@@ -71,7 +76,9 @@ def place(
             "short"
         )
     name, layers = _layers_of(model)
-    on, where, seen = {}, str(device), set()
+    on = {}
+    where = str(device)
+    seen = set()
     path = name.split(".")
     for depth in range(len(path)):  # everything beside the way to the layers
         parent = model.get_submodule(".".join(path[:depth]))
@@ -91,7 +98,8 @@ def place(
         size = _bytes_of(layer, dtype, seen)
         stays = not offloaded and room is not None and resident + size <= room
         on[f"{name}.{i}"] = where if stays else rest
-        resident, offloaded = resident + size * stays, offloaded + size * (not stays)
+        resident = resident + size * stays
+        offloaded = offloaded + size * (not stays)
         largest = largest if stays else max(largest, size)
     return Placement(on, resident, offloaded, largest)
 
@@ -111,20 +119,19 @@ def _free(device) -> int:
 def load_offloaded(
     name="embedded",  # "embedded", a folder or a hub id, of safetensors
     rest: str = "disk",  # where layers wait that do not fit: "cpu" or "disk"
-    room: int
     # bytes for weights that stay on the device; None: on a GPU four fifths of what this process
     # may take, on a CPU what must
-    | None = None,
+    room: int | None = None,
     dtype: torch.dtype = torch.float32,
     device="cpu",  # where it computes
     progress: bool = True,
 ) -> tuple:  # (model in eval mode, tokenizer, Placement)
     """A model of which some layers wait elsewhere. Raises ValueError for what `place` refuses
     and for a GGUF file, ImportError without accelerate."""
-    _need("accelerate")
-    tf = _need("transformers")
+    import_extra("accelerate")
+    tf = import_extra("transformers")
     where, gguf_file, local = (
-        (*_embedded(progress, True), True) if name == "embedded" else _resolve(name)
+        (*locate_embedded(progress, True), True) if name == "embedded" else locate_model(name)
     )
     if gguf_file is not None:
         raise ValueError(
@@ -134,15 +141,14 @@ def load_offloaded(
     device = torch.device(device)
     if room is None and device.type == "cuda":
         room = _free(device) * 4 // 5
-    with _quiet(local):
+    with quiet_loading(local):
         config = tf.AutoConfig.from_pretrained(where)
         with torch.device("meta"):
             found = place(
                 tf.AutoModelForCausalLM.from_config(config), device, rest, room, dtype
             )
-        folder = TemporaryDirectory(
-            prefix="turboquant-"
-        )  # for weights that are stored in another form than the model's
+        # for weights that are stored in another form than the model's
+        folder = TemporaryDirectory(prefix="turboquant-")
         with _stored_so(name):
             model = tf.AutoModelForCausalLM.from_pretrained(
                 where,

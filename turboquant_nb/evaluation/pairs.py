@@ -25,7 +25,8 @@ class Pair:
     "One side of one layer, exact and quantised, in place of a dense tensor."
 
     def __init__(self, exact: Tensor, coded: Tensor, sinks: int = 0, recent: int = 0):
-        self.exact, self.coded, self.sinks, self.recent = exact, coded, sinks, recent
+        self.exact, self.coded = exact, coded
+        self.sinks, self.recent = sinks, recent
 
     shape = property(lambda self: self.exact.shape)
     dtype = property(lambda self: self.exact.dtype)
@@ -70,19 +71,20 @@ SCORES = 1 << 27  # that it holds at a time: all of 32,000 tokens would not fit 
 
 def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     "Attention of transformers on a `Pair` of keys and one of values."
-    _, query, key, value, mask, scaling, softcap, sink, *_ = call
+    query, key, value = call.query, call.key, call.value
     if not isinstance(key, Pair):
         raise TypeError(f"the {PAIR!r} attention needs the cache of `score`")
     n, T = query.shape[2], key.shape[2]
-    visible = causal_mask(n, T, query.device) if mask is None else mask
-    exact, scaling = key.is_exact(n), query.shape[3] ** -0.5 if scaling is None else scaling
+    visible = causal_mask(n, T, query.device) if call.mask is None else call.mask
+    exact = key.is_exact(n)
+    scaling = query.shape[3] ** -0.5 if call.scaling is None else call.scaling
     out = query.new_empty(*query.shape[:3], value.shape[3])
     step = max(1, SCORES // (min(len(query), 4) * query.shape[1] * T))
     for b, a in product(range(0, len(query), 4), range(0, n, step)):
         rows, some = slice(b, b + 4), slice(a, a + step)
         mask = (visible if len(visible) == 1 else visible[rows])[:, :, some]
         part = query[rows, :, some], key[rows], value[rows], exact[some], mask
-        found = mixed_attention(*part, scaling, softcap, sink)
+        found = mixed_attention(*part, scaling, call.softcap, call.sink)
         out[rows, :, some] = found.transpose(1, 2)
     return out
 
@@ -113,10 +115,11 @@ class PairLayer(DynamicLayer):
 
     def __init__(self, layer: TurboQuantLayer, exact_dtype: torch.dtype, all_quantised: bool):
         super().__init__()
-        self.layer, self.exact_dtype, self.recipe = layer, exact_dtype, layer.recipe
-        self.recent = (
-            0 if all_quantised else max(self.recipe.recent, 1)
-        )  # tokens that are met exactly
+        self.layer = layer
+        self.exact_dtype = exact_dtype
+        self.recipe = layer.recipe
+        # tokens that are met exactly
+        self.recent = 0 if all_quantised else max(self.recipe.recent, 1)
 
     def append(self, k: Tensor, v: Tensor):
         "Into the store."
@@ -126,7 +129,8 @@ class PairLayer(DynamicLayer):
 
     def decoded(self) -> list:
         "What the codes of all keys, and of all values, stand for."
-        s, out = self.layer.store, []
+        s = self.layer.store
+        out = []
         for name, side in (("key", s.key), ("value", s.value)):
             center = s.center(name, 0, s.length)
             found = decode(side.q, s.coded(name, 0, s.length), center)
@@ -143,7 +147,8 @@ class PairLayer(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs):
         "Keep n tokens; return both versions of all."
-        dtype, rule = key_states.dtype, (self.recipe.sinks, self.recent)
+        dtype = key_states.dtype
+        rule = self.recipe.sinks, self.recent
         k, v = key_states.to(self.exact_dtype), value_states.to(self.exact_dtype)
         exact = super().update(k, v)
         self.append(k, v)

@@ -17,7 +17,7 @@ from ..calibration.fit import observing
 from ..hf.hooks import hooked
 from .candidates import Candidate, as_candidate
 from .pairs import Pair, causal_mask, mixed_attention
-from .score import _PROTOCOLS, check_windows
+from .score import PROTOCOLS, check_windows
 from .score import paired, prefill, score
 from ..quant.recipe import Recipe, as_recipe
 
@@ -57,7 +57,8 @@ def perplexity(
 ):  # rows, one at a time
     """Perplexity of tokens P … L-1, change and error against the uncompressed model and against
     every earlier candidate, bits per value. The first row is the uncompressed model."""
-    known, starts = {}, None
+    known = {}
+    starts = None
     if protocol != "stress":
         starts = [prefill(model, x[:, :prompt]) for x in ids.split(batch)]
     for x in [None, *_named(model, candidates)]:
@@ -93,7 +94,9 @@ def next_token(
     over windows."""
     for x in _named(model, candidates):
         got = score(model, ids, x, protocol, prompt, batch, True, tick=tick)
-        kl, same, root = got.kl.mean(1), got.same.double().mean(1), len(ids) ** 0.5
+        kl = got.kl.mean(1)
+        same = got.same.double().mean(1)
+        root = len(ids) ** 0.5
         yield _identity(x) | {
             "protocol": protocol,
             "kl": float(kl.mean()),
@@ -121,11 +124,10 @@ def kept_tokens(
     """How often the token with the highest score stays the one, or is among the five highest,
     by coded keys. Source: TurboQuantDC's validation (its real_model.py); there the query is the
     last token's own key."""
-    group, n, T = (
-        query.shape[1] // key.shape[1],
-        query.shape[2],
-        coded.shape[2],
-    )  # sliding layers keep the newest
+    # sliding layers keep the newest
+    group = query.shape[1] // key.shape[1]
+    n = query.shape[2]
+    T = coded.shape[2]
     hidden = ~(causal_mask(n, T, query.device) if visible is None else visible[..., -T:])
     wide = lambda x: x[:, :, -T:].repeat_interleave(group, 1).to(query)
     best = (query @ wide(key).mT).masked_fill(hidden, -torch.inf).argmax(-1, keepdim=True)
@@ -148,11 +150,14 @@ def _dense(query, key, value, mask, scaling, softcap, s_aux):
 
 def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
     "{(name, layer): what one window says of it}."
-    caches, found = [(x.name, x.new()) for x in candidates], {}
+    caches = [(x.name, x.new()) for x in candidates]
+    found = {}
 
     def observe(call):
-        _, query, key, value, mask, *rest, _, _ = call
-        layer, late = call.module.layer_idx, None if mask is None else mask[..., prompt:, :]
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        rest = call.scaling, call.softcap, call.sink
+        layer = call.module.layer_idx
+        late = None if mask is None else mask[..., prompt:, :]
         out = _dense(query, key, value, mask, *rest)
         for name, cache in caches:
             cache.update(key[:, :, :prompt], value[:, :, :prompt], layer)
@@ -182,7 +187,9 @@ def attention_error(
     often the token with the highest score stays it (`top1`), or is among the five highest
     (`top5`). Ctrl-C leaves rows of the windows that were read. Raises as `score` does."""
     check_windows(ids, "chunk", prompt)
-    candidates, found, stopped = _named(model, candidates), [], None
+    candidates = _named(model, candidates)
+    found = []
+    stopped = None
     try:
         for row in ids.split(1):
             found.append(_layer_errors(model, row, candidates, prompt))
@@ -239,7 +246,7 @@ def table_cells(
     lines = [["cache", *["protocol"] * two, *(c[0].replace(",", " ") for c in columns)]]
     for r in rows:
         numbers = [format(r[key], form) if key in r else "–" for _, key, form in columns]
-        protocol = _PROTOCOLS.get(r.get("protocol"))
+        protocol = PROTOCOLS.get(r.get("protocol"))
         lines.append([r["cache"], *[protocol] * two, *numbers])
     return lines
 
@@ -272,10 +279,11 @@ def plot(
     ax,  # matplotlib axes
 ):
     "Draw rows with their errors. Raises ValueError for rows of no measure, or of several."
-    kind, lines = _kind(rows), {}
+    kind = _kind(rows)
+    lines = {}
     x, y, e, xlabel, ylabel = _AXES[kind]
     for r in rows:
-        label = _PROTOCOLS[r["protocol"]] if x == "bits" else r["cache"]
+        label = PROTOCOLS[r["protocol"]] if x == "bits" else r["cache"]
         if x != "bits" or r["cache"] != "uncompressed":
             lines.setdefault(label, []).append(r)
     for label, part in lines.items():

@@ -36,7 +36,7 @@ from turboquant_nb.quant.calibration import (
     save_calibration,
 )
 from ..quant.layer_info import longest_context, read_facts
-from ..theory.rotation import _no_autocast
+from ..theory.rotation import without_autocast
 
 # %% ../../nbs/50g_frame.ipynb #50a00008
 WINDOW = 512  # tokens of a piece of text
@@ -153,7 +153,7 @@ class _Sums:
         shared = self.info.layers[module.layer_idx].shared_with
         sums = self.layers.get(module.layer_idx if shared is None else shared)
         if sums is not None and query.ndim == 4 and query.shape[2] > sums.skip:
-            with _no_autocast(query.device):
+            with without_autocast(query.device):
                 sums.add_queries(query)
         return own(module, query, *args, **kwargs)
 
@@ -240,7 +240,7 @@ def _read(model, ids: Tensor, sums: _Sums) -> None:
 
     def keep(k, v, layer, *args, **kwargs):
         if layer in sums.layers:
-            with _no_autocast(k.device):
+            with without_autocast(k.device):
                 sums.layers[layer].add_keys(k)
         return update(k, v, layer, *args, **kwargs)
 

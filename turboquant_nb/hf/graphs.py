@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..cache.attention import Answer, Call
 from ..cache.append import make_room
 from ..cache.clock import CAPTURE, DeviceClock, flags_of
-from ..cache.exact import _plain
+from ..cache.exact import without_autograd
 from ..cache.store import KVStore
 from .attention import CodedStates
 from ..kernels import ops
@@ -59,7 +59,7 @@ class CapturedSteps:
             layer.store = counted_by_device(layer.store, layer.max_length)
             self.settle(layer, layer.store.key.tensors["sinks"])
 
-    @_plain
+    @without_autograd
     def newest(self, store: KVStore, *states: Tensor) -> tuple:
         """Recent tokens in order, then new states, as `tail_with` has them. Layers that a
         runner captures are equally long, so slots are computed once for all."""
@@ -180,7 +180,7 @@ class Tape(TorchDispatchMode):
 _ROOM = 512
 
 
-@_plain
+@without_autograd
 def counted_by_device(store: KVStore, max_length: int | None = None) -> KVStore:
     """A store with the same tensors and another clock: they do not move until it is full, and
     the device counts. Without `max_length` it grows first where it is almost full: by an

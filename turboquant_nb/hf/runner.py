@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from ..cache.clock import is_captured
-from ..cache.exact import Tail, _plain
+from ..cache.exact import Tail, without_autograd
 from ..cache.store import row_tensors
 from .compiled import StepChoice
 from .graphs import CudaGraph
@@ -211,7 +211,7 @@ class _Captured:
     proved: bool = False  # whether such a step was compared
 
     @classmethod
-    @_plain
+    @without_autograd
     def of(cls, step: _Step, proof: tuple) -> "_Captured":
         "Before it is captured."
         places = None if step.places is None else step.places.clone()

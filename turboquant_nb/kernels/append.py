@@ -20,7 +20,7 @@ from turboquant_nb.cache.clock import (
     _sides,
     flags_of,
 )
-from ..cache.exact import _plain, commit
+from ..cache.exact import commit, without_autograd
 from ..cache.memory import _coder
 from ..cache.store import KVStore
 from turboquant_nb.kernels.encode_launch import (
@@ -52,7 +52,7 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
     return 0 < n <= plan.tokens and at + n <= room and store.end is None and at > 0
 
 
-_make_room = _plain(make_room)
+_make_room = without_autograd(make_room)
 
 # %% ../../nbs/40f_fused_append.ipynb #b023a9ff
 def _code_flagged(plan, store, states, flags=None) -> Tensor:

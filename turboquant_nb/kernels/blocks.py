@@ -15,7 +15,7 @@ from .. import checks
 from ..cache.attention import Blocks
 from ..cache.memory import Part
 from ..cache.store import KVStore
-from .decode import _code, _plane_at, tl, triton
+from .decode import code_of_bytes, plane_places, tl, triton
 from turboquant_nb.kernels.decode_launch import (
     CodeTables,
     Launcher,
@@ -448,7 +448,7 @@ def _plane_bytes(
     BY_TOKEN: tl.constexpr,
 ):
     "Bytes of byte rows r and channels j in the planes, and which place they have in the first."
-    base, bit, upper = _plane_at(tile, r, j, D, R, BY_TOKEN)
+    base, bit, upper = plane_places(tile, r, j, D, R, BY_TOKEN)
     c0 = tl.load(P0 + (bit if BITS == 1 else base), mask=seen, other=0).to(tl.int32)
     c1, c2 = c0, c0
     if BITS > 2:
@@ -492,7 +492,7 @@ def _look_up_kernel(
     to = OUT + head * ob + (tile * (4 * R) + r) * width + channel
     for quarter in tl.static_range(4):
         slot = quarter % 2 * 4 + quarter // 2 * 2
-        symbol = _code(c0, c1, c2, slot, slot + place, BITS)
+        symbol = code_of_bytes(c0, c1, c2, slot, slot + place, BITS)
         level = tl.load(TABLE + channel * each + symbol, mask=real, other=0)
         tl.store(to + quarter * R * width, level, mask=real)
 
@@ -530,7 +530,7 @@ def _window_kernel(
         more = ()
         for quarter in tl.static_range(4):
             slot = quarter % 2 * 4 + quarter // 2 * 2
-            symbol = _code(c0, c1, c2, slot, slot + place, BITS)
+            symbol = code_of_bytes(c0, c1, c2, slot, slot + place, BITS)
             more = more + (windows[quarter] | symbol << (back * BITS),)
         windows = more
     to = OUT + head * ob + (tile * (4 * R) + r) * width + own

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..cache import attention
 from ..cache.attention import Answer, Backend, Call, check_call
 from ..cache.append import make_room
-from ..cache.exact import _plain, commit
+from ..cache.exact import commit, without_autograd
 from ..cache.store import KVStore, Part
 from ..files import cache_dir, is_private, private_folder, temporary_folder
 
@@ -989,7 +989,7 @@ class Cpu(Backend):
         store, rule, q = call.store, call.rule, call.q
         value, window, now = store.value, rule.sliding_window, store.length
         c, tile, offset = _held_by(store), store.tile, store.offset
-        query, ranges = attention._query(call), store.ranges.starts
+        query, ranges = attention.group_queries(call), store.ranges.starts
         (b, h, g, _), dv = query.plain.shape, value.q.d
         kept = [query.plain.contiguous(), query.rotated.contiguous()]  # as long as the call
         c.plain, c.rotated = (x.data_ptr() for x in kept)
@@ -1044,7 +1044,7 @@ class Cpu(Backend):
             return None
         return (_Coder * 2)(*(x for x, _ in found)), [tables for _, tables in found]
 
-    @_plain
+    @without_autograd
     def append(
         self,
         store: KVStore,

@@ -55,7 +55,7 @@ def _merge(a: tuple | None, b: tuple) -> tuple:
 def _read(store, first: int, last: int) -> tuple:
     """Keys (as the store holds them, see `Part.into_frame`) and values of past positions: by
     the kernel where it can, else step by step."""
-    tables = launch._plan_of(store).tables if store.device.type == "cuda" else None
+    tables = launch.store_plan(store).tables if store.device.type == "cuda" else None
     by_kernel = tables is not None and not blocks.refuses(store, tables)
     return (
         blocks.read_block(store, tables, first, last)
@@ -108,7 +108,8 @@ def fused_attention(
     causal: bool,
 ) -> tuple:  # (output [B, H, n, d_value], log-sum-exp [B, H, n] fp32)
     "torch's fused attention, by the kernel of its that is fastest for such queries."
-    aten, half = torch.ops.aten, (torch.float16, torch.bfloat16)
+    aten = torch.ops.aten
+    half = torch.float16, torch.bfloat16
     if bias is None and _by_cudnn(q, k.shape[2], causal):
         out, lse = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scaling
@@ -144,7 +145,9 @@ def _bias(store, q, first: int, last: int, sliding_window, low: float) -> Tensor
 def _whole(q, k, v, scaling) -> list:  # [(output, log-sum-exp)]
     """Attention that needs no bias; to powers of two of tokens where cuDNN serves them, whose
     plans later blocks find again."""
-    out, at, length = [], 0, k.shape[2]
+    out = []
+    at = 0
+    length = k.shape[2]
     while at < length:
         n = 1 << (length - at).bit_length() - 1
         n = n if _by_cudnn(q, n) else length - at
@@ -158,21 +161,22 @@ def _whole(q, k, v, scaling) -> list:  # [(output, log-sum-exp)]
 def _flash(call: Call) -> Answer:
     "Past blocks and the chunk by torch's fused attention, joined by equation (46.1)."
     rule, store, q, k, v, *_ = call
-    (b, heads, n, d), h, past = q.shape, store.heads, store.length - q.shape[2]
-    g, low = heads // h, max(-1e30, torch.finfo(q.dtype).min / 2)
+    b, heads, n, d = q.shape
+    h = store.heads
+    past = store.length - q.shape[2]
+    g = heads // h
+    low = max(-1e30, torch.finfo(q.dtype).min / 2)
     scaling = d**-0.5 if rule.scaling is None else rule.scaling
     sliding_window = rule.sliding_window
-    begin, total = (
-        max(store.ranges.starts),
-        None,
-    )  # from here on no position is padding; the host knows, and need not wait
+    # from here on no position is padding; the host knows, and need not wait
+    begin = max(store.ranges.starts)
+    total = None
     first = (
         store.offset if sliding_window is None else max(store.offset, past - sliding_window + 1)
     )
     rows = q.reshape(b, h, g * n, d)
-    plain = begin <= past and (
-        sliding_window is None or sliding_window >= n
-    )  # the chunk needs no bias
+    # the chunk needs no bias
+    plain = begin <= past and (sliding_window is None or sliding_window >= n)
     size = _block(store)
     spans = [(a, min(a + size, past)) for a in range(first, past, size)]
     if not plain:
@@ -181,7 +185,8 @@ def _flash(call: Call) -> Answer:
         kb, vb = (
             _read(store, a, z) if a < past else (x[:, :, a - past : z - past] for x in (k, v))
         )
-        bias, whole = None, sliding_window is None or a > store.length - 1 - sliding_window
+        bias = None
+        whole = sliding_window is None or a > store.length - 1 - sliding_window
         if begin > a or z > past or not whole:
             bias = _bias(store, q, a, z, sliding_window, low).expand(b, h, -1, -1)
         for piece in (
@@ -206,7 +211,7 @@ class Flash(Backend):
     name, served = "flash", "chunk"
 
     def refuses(self, call: Call) -> str:
-        _, store, q, k, v, *_ = call
+        store, q, k, v = call.store, call.q, call.k, call.v
         n, d = q.shape[2], q.shape[3]
         if n <= 16:
             return "up to 16 tokens are served on codes"
@@ -247,7 +252,8 @@ class Flash(Backend):
 class BlockByBlock(attention.Reference):
     "`Reference` with blocks that a kernel unpacks: every code, on a GPU."
 
-    name, recorded = "blocks", True
+    name = "blocks"
+    recorded = True
 
     def __init__(self):
         super().__init__(blocks=blocks.KernelBlocks())
@@ -320,11 +326,12 @@ def _choice(backend: str, among: dict, refuses, what: str) -> Choice:
 # %% ../../nbs/46_ops.ipynb #4fe2d1e6
 def select_backend(call: Call) -> Choice:
     "Who serves a call: what `attend` would do with it. Raises as it does."
-    rule, store, q, k, v, mask, first, recent, _, bias = call
+    rule, store, q, k, v, *_ = call
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
-    place = first in (None, store.offset)
-    kind = rule, q.shape, q.dtype, chunk, grad, mask is None, place, recent, bias is None
+    place = call.first in (None, store.offset)
+    free = call.mask is None, call.bias is None
+    kind = rule, q.shape, q.dtype, chunk, grad, free, place, call.recent
     known = store.memo.setdefault("choices", {})
     if kind not in known:
         if len(known) > 64:  # chunks of many lengths
@@ -380,7 +387,8 @@ class KernelCoder:
 
     def refuses(self, store: KVStore, named: bool) -> str:
         "Why it cannot code for a store, in a sentence; empty if it can."
-        d, rows = (store.key.q.d, store.value.q.d), store.batch * store.heads
+        d = store.key.q.d, store.value.q.d
+        rows = store.batch * store.heads
         why = encode_launch.refuses(store.recipe, *d, store.dtype, store.device, rows)
         return why or launch.device_reason(store, named)
 
@@ -405,7 +413,8 @@ CODERS = {x.name: x for x in (KernelCoder(), TorchCoder())}
 
 def select_coder(store: KVStore, backend: str = "auto") -> Choice:
     "The backend that `append` takes. Raises ValueError as it does."
-    kind, known = ("coder", backend), store.memo
+    kind = "coder", backend
+    known = store.memo
     if kind not in known:
         refuses = lambda name: CODERS[name].refuses(store, name == backend)
         known[kind] = _choice(backend, CODERS, refuses, "this store")

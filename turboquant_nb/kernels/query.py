@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decode import _query_at, tl, triton
+from .decode import query_places, tl, triton
 from turboquant_nb.kernels.decode_launch import (
     NUMBER_SLOTS,
     DecodeOperands,
@@ -89,7 +89,7 @@ def _mean_bias_kernel(
         t = tl.where(slot + offset < length, tl.maximum(t, 0), 0)
         h, j = i // rows, i % rows
         ok = (h < heads) & (j < group * n)
-        q = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
+        q = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
         m = M + (b * heads + h).to(tl.int64) * D
         e = tl.arange(0, HP)
         x, y = _coefficients(q, m, e, ok[:, None] & (e < ROTATING)[None, :], H2)
@@ -137,8 +137,10 @@ def score_bias(
     bias = torch.empty(
         s.batch * s.heads * rows, s.width, dtype=torch.float32, device=x.q.device
     )
-    block, still = 16 if s.heads * rows <= 16 or pairs > 128 else 32, s.d - 2 * pairs
-    tokens = 128 if pairs <= 64 else 64 if pairs <= 128 else 32  # operands lie in shared memory
+    block = 16 if s.heads * rows <= 16 or pairs > 128 else 32
+    still = s.d - 2 * pairs
+    # operands lie in shared memory
+    tokens = max(32, min(128, 8192 // padded_size(pairs)))
     named = shared | dict(
         M=x.key_mean,
         COS_SIN=x.cos_sin,
@@ -170,8 +172,11 @@ def fast_pairs(pairs: int) -> int:
 def _pair_order(pairs: int) -> Tensor:  # [pairs]
     """Which channel pair stands where: each quarter of the places begins with a quarter of the
     fast ones."""
-    quarter, fast, at = pairs // 4, fast_pairs(pairs) // 4, torch.arange(pairs)
-    lane, i = at // quarter, at % quarter
+    quarter = pairs // 4
+    fast = fast_pairs(pairs) // 4
+    at = torch.arange(pairs)
+    lane = at // quarter
+    i = at % quarter
     slow = 4 * fast + lane * (quarter - fast) + i - fast
     return torch.where(i < fast, lane * fast + i, slow)
 
@@ -179,8 +184,12 @@ def _pair_order(pairs: int) -> Tensor:  # [pairs]
 def _near_order(page: int, columns: int) -> tuple:  # (token, column), [8, 16 * columns] each
     """Which token of a tile, and which column of its table, is where in `near`: 8 blocks of 16
     positions; pages of `page` tokens say which token a byte row holds."""
-    f, block = torch.arange(16 * columns), torch.arange(8)[:, None]
-    near, upper, far, lane = f & 1, f >> 1 & 1, f >> 2 & 1, f >> 3 & 31
+    f = torch.arange(16 * columns)
+    block = torch.arange(8)[:, None]
+    near = f & 1
+    upper = f >> 1 & 1
+    far = f >> 2 & 1
+    lane = f >> 3 & 31
     slot = (
         128
         + upper
@@ -189,7 +198,8 @@ def _near_order(page: int, columns: int) -> tuple:  # (token, column), [8, 16 * 
         + 8 * (lane // 4)
         + 64 * (block >> 2)
     )
-    row, rows = slot % 64, page // 4
+    row = slot % 64
+    rows = page // 4
     token = row // rows * page + slot // 64 * rows + row % rows
     column = lane % 4 * (columns // 4) + (f >> 8) * 4 + far * 2 + near
     return token, column.expand(8, -1)
@@ -198,7 +208,8 @@ def _near_order(page: int, columns: int) -> tuple:  # (token, column), [8, 16 * 
 def _slow_functions(table: Tensor) -> tuple:  # ([128, 8], [8, slow pairs], largest error)
     """Functions whose sums, by what each pair gives to them, are the columns of a table [128,
     slow pairs]: the largest singular vectors."""
-    n, error = min(_SLOW, table.shape[1]), 0.0
+    n = min(_SLOW, table.shape[1])
+    error = 0.0
     functions, shares = table.new_zeros(128, _SLOW), table.new_zeros(_SLOW, table.shape[1])
     if n:
         u, s, v = torch.linalg.svd(table, full_matrices=False)
@@ -222,13 +233,16 @@ class AngleTables(NamedTuple):
     def of(cls, inv_freq: Tensor, positions: int, page: int) -> "AngleTables | None":
         """For positions below `positions`, in stores with tiles of `page` tokens, on the device
         of `inv_freq` [r/2]; None where pairs turn too fast for the functions."""
-        pairs, real = padded_size(len(inv_freq)), len(inv_freq)
+        pairs = padded_size(len(inv_freq))
+        real = len(inv_freq)
         omega = torch.zeros(pairs, dtype=torch.float64)
         omega[:real] = inv_freq.detach().cpu().double()
         order = _pair_order(pairs)
         angle = (torch.arange(128.0).double() + 0.5)[:, None] * omega
         angle[:, real:] = torch.pi / 2  # a pair that only pads
-        sides, given, fast = [], [], fast_pairs(pairs)
+        sides = []
+        given = []
+        fast = fast_pairs(pairs)
         for sign, table in ((1, angle.cos()), (-1, angle.sin())):
             table[:, real:] = 0  # whatever its coefficients are
             functions, shares, error = _slow_functions(table[:, fast:])
@@ -314,7 +328,7 @@ def _rotate_few_kernel(
         r = tl.program_id(0) * ROWS + first + tl.arange(0, 4)
         b, j = (r // rows).to(tl.int64), r % rows
         ok = (b < batch) & (j < group * n)
-        at = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
+        at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
         out = tl.sum(q.to(tl.float32)[:, None, :] * matrix[None, :, :], 2)
         place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
@@ -344,17 +358,15 @@ def _rotate_many_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    "The same for many rows, on tensor cores."
+    "Query rows times the matrix of their head, many at a time, on tensor cores."
     h = tl.program_id(1)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, j = (r // rows).to(tl.int64), r % rows
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     ok = (b < batch) & (j < group * n)
-    at = _query_at(QUERY, sb, sh, sn, b, h, j, group, n)
-    matrix, out = (
-        ROTATION + h.to(tl.int64) * th + c[None, :] * tc,
-        tl.zeros((ROWS, COLS), tl.float32),
-    )
+    at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
+    matrix = ROTATION + h.to(tl.int64) * th + c[None, :] * tc
+    out = tl.zeros((ROWS, COLS), tl.float32)
     for first in range(0, D, SLICE):
         e = first + tl.arange(0, SLICE)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
@@ -392,11 +404,16 @@ def rotated_queries(
         rows=rows,
     )
     if few:
-        launcher, block, columns = _few_launcher, 4, 16
+        launcher = _few_launcher
+        block = 4
+        columns = 16
         named |= dict(ROWS=block, COLS=columns, AFTER=after)
         options = {"launch_pdl": True} if after else {}
     else:  # 64 rows would be a pipelined wgmma, which Triton 3.6 computes wrongly
-        launcher, block, columns, options = _many_launcher, 32, 32, {"num_stages": 1}
+        launcher = _many_launcher
+        block = 32
+        columns = 32
+        options = {"num_stages": 1}
         named |= dict(SLICE=min(32, padded_size(d)), ROWS=block, COLS=columns)
     grid = -(-s.batch * rows // block), s.heads, -(-d // columns)
     return out, launcher(grid, named, _ROTATE_SLOTS, num_warps=4, **options)

@@ -20,14 +20,17 @@ def _read_by(window, masks):
     return sum((bin(window & m).count("1") & 1) << j for j, m in enumerate(masks))
 
 # %% ../../nbs/40b_viterbi.ipynb #0717208b
-_UNIT, _REACH, _FAR = tl.constexpr(float(1 << UNIT)), tl.constexpr(REACH), tl.constexpr(FAR)
+_UNIT = tl.constexpr(float(1 << UNIT))
+_REACH = tl.constexpr(REACH)
+_FAR = tl.constexpr(FAR)
 
 
 @triton.jit
 def _distances(x, LEVELS, M: tl.constexpr, BITS: tl.constexpr):
     "What each of M levels costs, in units, above BITS zero bits."
     x = tl.where(x == x, x, 0.0)  # NaN has a code, and its scale says what it was
-    near, away = tl.minimum(tl.maximum(x, -_REACH), _REACH), ()
+    near = tl.minimum(tl.maximum(x, -_REACH), _REACH)
+    away = ()
     for i in tl.static_range(M):
         d = near - tl.load(LEVELS + i)
         whole = (d * d * _UNIT + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
@@ -47,7 +50,8 @@ def _survivors(cost, away, back, B: tl.constexpr, MASKS: tl.constexpr, BITS: tl.
     S: tl.constexpr = len(cost)
     K: tl.constexpr = 2**BITS
     PER: tl.constexpr = _in_a_word(BITS)
-    new, word = (), cost[0] * 0
+    new = ()
+    word = cost[0] * 0
     for s in tl.static_range(S):
         best = cost[s // K] + away[_read_by(s, MASKS)]
         for h in tl.static_range(1, K):
@@ -88,9 +92,11 @@ def _viterbi_kernel(
     back = BACK + tl.program_id(0).to(tl.int64) * (N * W * B) + lane
     for first in range(tl.program_id(0) * B, count, tl.num_programs(0) * B):
         v = (first + lane).to(tl.int64)
-        real, begin = v < count, tl.zeros((B,), tl.int32)
+        real = v < count
+        begin = tl.zeros((B,), tl.int32)
         for turn in range(TURNS):
-            around, cost = turn + 1 < TURNS, ()
+            around = turn + 1 < TURNS
+            cost = ()
             for s in tl.static_range(S):
                 own = tl.where(around | (begin == s), 0, _FAR) | (s // (S // K))
                 cost = cost + (own,)
@@ -99,7 +105,8 @@ def _viterbi_kernel(
                 x = tl.load(X + v * N + (t + shift) % N, mask=real, other=0.0)
                 away = _distances(x, LEVELS, M, BITS)
                 cost = _survivors(cost, away, back + t * (W * B), B, MASKS, BITS)
-            best, state = cost[0] & -K, begin * 0
+            best = cost[0] & -K
+            state = begin * 0
             for s in tl.static_range(1, S):
                 own = cost[s] & -K
                 state = tl.where(own < best, s, state)
@@ -147,7 +154,9 @@ def _few_kernel(
 ):
     K: tl.constexpr = 2**BITS
     v = tl.program_id(0).to(tl.int64)
-    x_at, out, back = X + v * N, OUT + v * N, BACK + v * (N // 8 * S)
+    x_at = X + v * N
+    out = OUT + v * N
+    back = BACK + v * (N // 8 * S)
     s = tl.arange(0, S)
     levels = ()
     for h in tl.static_range(K):
@@ -247,7 +256,9 @@ def find_symbols(
             return find_symbols(trellis, x, levels, by_window, programs, block, to)
     if programs is None:
         programs = 16 * device_properties(x.device).processors
-    x, bits, turns = x.contiguous(), trellis.bits, 2 if trellis.start == "tail" else 1
+    x = x.contiguous()
+    bits = trellis.bits
+    turns = 2 if trellis.start == "tail" else 1
     block = block or (1 if count <= 2 * programs else 32)
     if turns == 2 and n % 16:  # the seam is not between two groups of eight symbols
         block = max(block, 32)

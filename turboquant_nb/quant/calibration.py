@@ -64,7 +64,7 @@ class LayerFrame:
         return next((name for name, x in names.items() if x is not None), "none")
 
     def on(self, device: torch.device) -> "LayerFrame":
-        """The same on a device, kept for whoever asks again: a copy to a GPU waits until it has
+        """A copy on a device, kept for whoever asks again: a copy to a GPU waits until it has
         done all that it was given."""
         if device not in self.placed:
             moved = {name: x.to(device) for name, x in self.tensors.items()}
@@ -72,35 +72,41 @@ class LayerFrame:
         return self.placed[device]
 
     def of_heads(self, heads: slice) -> "LayerFrame":
-        "That of some of the KV heads."
+        "The frame of some of the KV heads."
         return LayerFrame(**{name: x[heads] for name, x in self.tensors.items()})
 
 
 class FrameSums:
-    """Of the keys of one layer, and of the queries that read them, all that its frame is made
-    of. Windows are added one after the other; variances as Chan, Golub and LeVeque 1979."""
+    """Sums over the keys of one layer and over the queries that read them: all that its frame is
+    made of. Windows are added one after the other; variances as Chan, Golub and LeVeque
+    1979."""
 
     def __init__(
         self,
         inv_freq: Tensor | None,  # [r/2] frequencies of RoPE, where they are known
         skip: int,  # first tokens of a window that do not count: sinks
     ):
-        self.inv_freq, self.skip, self.tokens = inv_freq, skip, 0
+        self.inv_freq = inv_freq
+        self.skip = skip
+        self.tokens = 0
         self.mean = self.fixed = self.apart = 0.0  # of keys before and after RoPE; [H, d] fp32
         self.energies = []  # [Hq, d] mean squares of queries
 
     def add_keys(self, keys: Tensor) -> None:  # [B, H, n, d] of whole windows
         "Take the keys of n positions, the first of which is 0."
-        x, n = keys.float(), keys.shape[2]
+        x = keys.float()
+        n = keys.shape[2]
         fixed = x[:, :, self.skip :].mean((0, 2))
         if self.inv_freq is not None:
             rows = shared_cos_sin(self.inv_freq, x.shape[3], x.device).reach(n)[:n]
             x = apply_cos_sin(x, rows, inverse=True)
         x = x[:, :, self.skip :]
-        mean, count = x.mean((0, 2)), x.shape[0] * x.shape[2]
+        mean = x.mean((0, 2))
+        count = x.shape[0] * x.shape[2]
         apart = (x - mean[:, None]).square().sum((0, 2))
         self.tokens += count
-        off, share = mean - self.mean, count / self.tokens
+        off = mean - self.mean
+        share = count / self.tokens
         self.apart = self.apart + apart + off.square() * share * (self.tokens - count)
         self.mean = self.mean + off * share
         self.fixed = self.fixed + (fixed - self.fixed) * share
@@ -112,7 +118,8 @@ class FrameSums:
     def frame(self) -> LayerFrame:
         """The frame, on the CPU; without a pair scale where no queries of the keys' size were
         seen."""
-        (h, d), pair = self.apart.shape, None
+        h, d = self.apart.shape
+        pair = None
         if self.energies and all(
             x.shape[1] == d and x.shape[0] % h == 0 for x in self.energies
         ):
@@ -146,7 +153,8 @@ class Calibration:
 
     def check(self, config) -> None:
         "Raise ValueError, naming what differs, unless it is of a model with this config."
-        mine, other = self.header["about"], read_facts(config)
+        mine = self.header["about"]
+        other = read_facts(config)
         differ = [
             f"{n} {mine.get(n)!r}, not {x!r}" for n, x in other.items() if mine.get(n) != x
         ]
@@ -252,7 +260,8 @@ def _check_header(header: Saved) -> None:
         return
     losses = Saved.of(header["losses"], "losses")
     losses.whole("tokens", 1)
-    bits, layers = losses["bits"], len(losses.a("key", list))
+    bits = losses["bits"]
+    layers = len(losses.a("key", list))
     if (
         bits != sorted({*losses.wholes("bits", len(losses.a("bits", list, int)), 1, 4)})
         or not bits
@@ -303,7 +312,7 @@ def allocate_layers(
     losses: dict,  # header["losses"] of what measure_sensitivity gave
     budget: float,  # average bits of all keys and values, within those measured
 ) -> list:  # (bits of keys, bits of values) of each layer that is coded
-    """Where bits are worth most. Raises TypeError/ValueError for a budget that no choice of the
+    """Bits where they are worth most. Raises TypeError/ValueError for a budget that no choice of the
     measured bits meets."""
     curves = [x for pair in zip(losses["key"], losses["value"]) for x in pair]
     sizes = [n for pair in losses["size"] for n in pair]

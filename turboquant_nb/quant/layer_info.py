@@ -45,11 +45,11 @@ class LayerInfo:
 # %% ../../nbs/22b_layer_info.ipynb #897fc01c
 def _usual_layers(config) -> list:
     "The layers of a configuration with the usual names."
-    count, layers = config.num_hidden_layers, []
+    count = config.num_hidden_layers
+    layers = []
     kinds = (getattr(config, "layer_types", None) or [""] * count)[:count]
-    several = getattr(
-        config, "is_heterogeneous", False
-    )  # transformers: a config for each layer
+    # transformers: a config for each layer
+    several = getattr(config, "is_heterogeneous", False)
     firsts = count - (getattr(config, "num_kv_shared_layers", None) or 0)  # the others share
     # layers whose keys are of pictures, not of the tokens that come
     crossed = getattr(config, "cross_attention_layers", None) or ()
@@ -59,7 +59,8 @@ def _usual_layers(config) -> list:
         own = lambda name, mine=mine: getattr(mine, name, None)
         slides = "sliding" in kind
         latent = lambda name, s=slides, own=own: (s and own(f"swa_{name}")) or own(name)
-        full, heads = kind == "full_attention", mine.num_attention_heads
+        full = kind == "full_attention"
+        heads = mine.num_attention_heads
         if 0 in (heads, own("num_key_value_heads")):
             got = f"got {heads} and {own('num_key_value_heads')}"
             raise ValueError(f"{config.model_type} must have attention and KV heads, {got}")
@@ -101,7 +102,7 @@ def register_family(
 
 
 def _text(config):
-    "Of a model with several parts, the configuration of the decoder."
+    "The configuration of the decoder of a model with several parts."
     part = getattr(config, "get_text_config", None)
     return config if part is None else part(decoder=True)
 

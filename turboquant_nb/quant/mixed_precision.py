@@ -24,7 +24,6 @@ from turboquant_nb.quant.quantizer import (
 from .recipe import Recipe, as_recipe
 from .residual import RESIDUALS
 from .trellis import trellis_code  # noqa: F401 (importing registers it)
-from ..theory.rotation import Rotation
 
 # %% ../../nbs/22_mixed_precision.ipynb #a8988747
 @lru_cache(maxsize=256)
@@ -42,12 +41,11 @@ def make_quantizer(
     spec: Spec,
     d: int,  # head size
     device: torch.device | str = "cpu",
-    rotation: Rotation | None = None,  # use this one instead of the spec's
 ) -> Quantizer:
     """The quantizer that a spec names, whatever its code. Raises TypeError/ValueError for
     anything but a Spec, and for bits that do not fit d."""
     checks.instance(spec, "spec", Spec)
-    return Quantizer(spec, d, device, rotation, find_code(spec, d))
+    return Quantizer(spec, d, device, codebook=find_code(spec, d))
 
 # %% ../../nbs/22_mixed_precision.ipynb #1f6d7dd5
 def by_layer(
@@ -59,7 +57,8 @@ def by_layer(
     named twice."""
     n_layers = checks.whole(n_layers, "n_layers", 1)
     checks.instance(special, "special", dict)
-    recipes, seen = [as_recipe(base)] * n_layers, {}
+    recipes = [as_recipe(base)] * n_layers
+    seen = {}
     for layer, recipe in special.items():
         layer = checks.whole(layer, "layer", -n_layers, n_layers - 1)
         if layer % n_layers in seen:

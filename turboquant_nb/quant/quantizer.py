@@ -41,10 +41,11 @@ def _check_bits(bits, residual):
         raise ValueError(f"with residual={residual!r} {want}; got {bits!r}")
 
 # %% ../../nbs/20_quantizer.ipynb #6e0caf4e
+# what `Spec.codebook` names: a channel's codebook, at unit variance, by bits and head size
 CODEBOOKS = {
     "sphere": lambda bits, d: lloyd_max(bits, d if d > 1 else None),
     "uniform": lambda bits, d: uniform(bits, d if d > 1 else None),
-}  # what `Spec.codebook` names: a channel's codebook, at unit variance, by bits and head size
+}
 CODES = {}  # what it may name besides: name -> function of (spec, d) that makes a `Code`
 LATER_CODES = ("trellis",)  # which chapter 21b registers
 COARSER = "coarser "  # before any of these names: that code without its last plane
@@ -55,12 +56,10 @@ class Spec:
     """How one side, keys or values, is coded. Raises ValueError for a value that is not
     allowed, naming it."""
 
-    bits: int | float | tuple = (
-        3  # per channel, 1-4: one integer, a fraction, or one per channel
-    )
-    rotation: str = (
-        "hadamard"  # "hadamard", "haar", "identity" or the name of a registered transform
-    )
+    # per channel, 1-4: one integer, a fraction, or one per channel
+    bits: int | float | tuple = 3
+    # "hadamard", "haar", "identity" or the name of a registered transform
+    rotation: str = "hadamard"
     seed: int = 0  # seed of the rotation
     scale: str = "mse"  # "norm" (‖y‖/√d), "mse" (least squares) or "unbiased" (‖y‖²/⟨y,ŷ⟩)
     # "sphere" (exact law at this d), "uniform", "trellis" (channels coded together, smallest
@@ -71,9 +70,8 @@ class Spec:
     # before RoPE) or the name of a registered centre; "auto": what the model's frame has
     center: str = "none"
     scale_dtype: str = "float16"  # how the scale is stored: "float16", "bfloat16" or "float32"
-    residual: str = (
-        "none"  # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
-    )
+    # what the last bit is spent on: "none" (more levels), "sign" or "qjl"
+    residual: str = "none"
     # of keys: "none", or "frame", a scale for each pair of channels, which the model's frame
     # has; "auto": where it has one
     pair_scale: str = "none"
@@ -174,7 +172,7 @@ class Extra(NamedTuple):
 
 
 def least_numbers(spec: Spec, code: "Code") -> dict:  # {name: least, or None}
-    "Of a scale and of what a code keeps besides: what a file can hold."
+    "The least values of a scale and of what a code keeps besides: what a file can hold."
     least = {"scale": 0 if spec.scale == "norm" else None}
     return least | {extra.name: extra.low for extra in code.extras}
 
@@ -188,9 +186,8 @@ class Code:
     channel_bits: tuple  # bits of each channel's symbol
     extras: tuple = ()  # an `Extra` for each tensor that it keeps besides
     tables: tuple = ()  # tensors held, whatever the number of vectors
-    edges: Tensor | None = (
-        None  # where a channel's symbol changes, if that is all there is to it
-    )
+    # where a channel's symbol changes, if that is all there is to it
+    edges: Tensor | None = None
     lut: Lut | None = None  # None: attention gets its blocks decoded
     windows: Windows | None = None  # where a level is that of several channels' symbols
     encoder: str | None = None  # "edges": kernels code by `codebook`; None: `encode` does
@@ -203,7 +200,7 @@ class Code:
         return self.edges is not None
 
     def to(self, device) -> "Code":
-        "The same on another device."
+        "A copy of the code on another device."
         raise NotImplementedError
 
     def encode(self, u: Tensor) -> Tensor:
@@ -251,7 +248,9 @@ class ScalarCode(Code):
         codebook,  # a Codebook, a MixedCodebook, or anything with encode, decode and to
         channel_bits: tuple,  # d integers
     ):
-        self.codebook, self.channel_bits, self.d = codebook, channel_bits, len(channel_bits)
+        self.codebook = codebook
+        self.channel_bits = channel_bits
+        self.d = len(channel_bits)
 
     def __repr__(self):
         return f"{type(self).__name__}({self.codebook})"
@@ -317,7 +316,8 @@ class ScalarCode(Code):
             _, edges, levels = self._arrays[0]
             codes = edges.searchsorted(u)
             return codes, levels.take(codes)
-        codes, out = np.empty(u.shape, np.intp), np.empty_like(u)
+        codes = np.empty(u.shape, np.intp)
+        out = np.empty_like(u)
         for channels, edges, levels in self._arrays:
             part = edges.searchsorted(u[:, channels])
             codes[:, channels], out[:, channels] = part, levels.take(part)
@@ -345,7 +345,9 @@ class HeadCodes(Code):
     "A code for every head, all with the same bits."
 
     def __init__(self, heads: tuple):
-        self.heads, self.d, self.channel_bits = heads, heads[0].d, heads[0].channel_bits
+        self.heads = heads
+        self.d = heads[0].d
+        self.channel_bits = heads[0].channel_bits
         if len({(code.d, code.channel_bits, code.extras) for code in heads}) > 1:
             raise ValueError("codes of heads must have the same size, bits and extras")
         self.extras = heads[0].extras
@@ -451,7 +453,7 @@ class Quantizer:
         return self.code.codebook
 
     def with_code(self, code: Code) -> "Quantizer":
-        "The same with another code."
+        "A quantizer of this spec that codes by another code."
         out = copy(self)
         out.code = code
         return out
@@ -532,7 +534,8 @@ def _encode_block(q: Quantizer, y: Tensor):
     else:
         codes = q.code.encode(u)
         level = q.code.levels(codes) if q.spec.scale != "norm" else y
-        dot, square = (y * level).sum(-1), torch.linalg.vector_norm(level, dim=-1).square()
+        dot = (y * level).sum(-1)
+        square = torch.linalg.vector_norm(level, dim=-1).square()
     scale = unit
     if q.spec.scale != "norm":
         top, bottom = (dot, square) if q.spec.scale == "mse" else (power, dot)
@@ -547,7 +550,8 @@ def code_rows(
     block: int | None = None,  # vectors at a time
 ) -> tuple:  # (codes [..., d], fp32 scale [...])
     "Codes and scales of vectors [..., d], whatever they hold."
-    lead, block = x.shape[:-1], block or (4096 if x.device.type == "cpu" else 1 << 16)
+    lead = x.shape[:-1]
+    block = block or (4096 if x.device.type == "cpu" else 1 << 16)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(lead, dtype=torch.float32, device=x.device)
     for at in _blocks(lead, block):
@@ -561,7 +565,8 @@ def residual_rows(
 ) -> dict:
     """What the code keeps of the errors of vectors, coded with the scales as stored: bits
     [..., m] uint8 and fp32 numbers [...] by name."""
-    lead, out = x.shape[:-1], {}
+    lead = x.shape[:-1]
+    out = {}
     for name, bits, _ in q.code.extras:
         shape, kind = ((*lead, bits), torch.uint8) if bits else (lead, torch.float32)
         out[name] = torch.empty(shape, dtype=kind, device=x.device)
@@ -590,7 +595,8 @@ def encode(
     coded = Coded(codes, _store_scale(scale, q.scale_dtype, name))
     if not q.code.extras:
         return coded
-    kept, what = residual_rows(q, x, mean, coded, block or 4096), f"the residual of {name}"
+    kept = residual_rows(q, x, mean, coded, block or 4096)
+    what = f"the residual of {name}"
     for extra in q.code.extras:
         if not extra.bits:
             kept[extra.name] = _store_scale(kept[extra.name], q.scale_dtype, what)
@@ -634,7 +640,8 @@ def decided(
     gamma = lambda n: n * 2.0**-24 / (1 - n * 2.0**-24)
     x = x.double() if mean is None else x.double() - mean.double()
     matrix = q.rotation.matrix.double()
-    y, e = x @ matrix.mT, gamma(q.d + 2) * (x.abs() @ matrix.abs().mT)
+    y = x @ matrix.mT
+    e = gamma(q.d + 2) * (x.abs() @ matrix.abs().mT)
     power = y.square().sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
     eta = ((y.abs() * e).sum(-1, keepdim=True) + e.square().sum(-1, keepdim=True) / 2) / power
     unit = (power / q.d).sqrt()

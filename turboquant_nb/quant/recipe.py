@@ -16,12 +16,13 @@ from .quantizer import Spec
 from ..theory.transforms import transform_class
 
 # %% ../../nbs/20b_recipe.ipynb #1dd19990
+# what `Recipe(residual=...)` changes in the keys' Spec
 _KEY_RESIDUALS = {
     "none": {"residual": "none"},
     "sign": {"residual": "sign"},
     "prod": {"residual": "qjl"},
     "rescale": {"residual": "none", "scale": "unbiased"},
-}  # what `Recipe(residual=...)` changes in the keys' Spec
+}
 
 
 def _check_decay(decay, sides):
@@ -142,7 +143,8 @@ def preset(
     ("-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     key = Spec(bits=k, center="auto", pair_scale="auto")
-    value, recent = Spec(bits=v), 16 if min(k, v) > 2 else 64
+    value = Spec(bits=v)
+    recent = 16 if min(k, v) > 2 else 64
     if name.endswith("-trellis"):
         key = replace(key, codebook="trellis")
         value = replace(value, codebook="trellis")

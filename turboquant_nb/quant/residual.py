@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..theory.codebook import Codebook, _make, lloyd_max, partial_moments
-from ..theory.qjl import _estimate, _signs_and_norm, qjl_decode, sketch_matrix
+from ..theory.codebook import Codebook, lloyd_max, make_codebook, partial_moments
+from ..theory.qjl import qjl_decode, sketch_estimate, sketch_matrix, sketch_signs
 from turboquant_nb.quant.quantizer import (
     Code,
     Extra,
@@ -37,8 +37,10 @@ def sign_gain(
     checks.instance(codebook, "codebook", Codebook)
     if codebook.law == "samples":
         raise ValueError("codebook must be under a known law, got one fitted to samples")
-    y, edges = codebook.levels64, codebook.edges.double().cpu().numpy()
-    lo, hi = np.append(-np.inf, edges), np.append(edges, np.inf)
+    y = codebook.levels64
+    edges = codebook.edges.double().cpu().numpy()
+    lo = np.append(-np.inf, edges)
+    hi = np.append(edges, np.inf)
     below, above = partial_moments(lo, y, codebook.dim), partial_moments(y, hi, codebook.dim)
     size = y * below[0] - below[1] + above[1] - y * above[0]
     return float(size.sum()) ** 2
@@ -55,13 +57,11 @@ def _split(base):
     mid = (y[1:] + y[:-1]) / 2
     m0, m1, _ = partial_moments(np.append(-np.inf, mid), np.append(mid, np.inf), base.dim)
     means = np.divide(m1, m0, out=y.copy(), where=m0 > 0)
-    power = (
-        base.mse + (base.probs * base.levels64 * (2 * base.means - base.levels64)).sum()
-    )  # E x²
-    mse = float(
-        power - (m0 * y * (2 * means - y)).sum()
-    )  # base.mse - step² for nearest-level bases
-    return _make(y, m0, means, mse, base.bits + 1, "sign", base.dim)
+    # E x²
+    power = base.mse + (base.probs * base.levels64 * (2 * base.means - base.levels64)).sum()
+    # base.mse - step² for nearest-level bases
+    mse = float(power - (m0 * y * (2 * means - y)).sum())
+    return make_codebook(y, m0, means, mse, base.bits + 1, "sign", base.dim)
 
 
 def sign_codebook(
@@ -132,7 +132,7 @@ class SketchedCode(Code):
     def residual(self, error):
         "Signs of the sketch of the error, and its norm."
         norm = torch.linalg.vector_norm(error, dim=-1)
-        return {"signs": _signs_and_norm(error, self.sketch)[0], "residual_norm": norm}
+        return {"signs": sketch_signs(error, self.sketch)[0], "residual_norm": norm}
 
     def decode(self, coded, check_range=False):
         """levels · scale + ‖r‖ √(π/2)/m Sᵀσ: linear in what is stored, so that inner products
@@ -143,7 +143,7 @@ class SketchedCode(Code):
         if check_range:
             rest = qjl_decode(kept["signs"], kept["residual_norm"], self.sketch)
         else:  # what a store holds was checked when it was coded; a check waits for the device
-            rest = _estimate(kept["signs"], kept["residual_norm"], self.sketch)
+            rest = sketch_estimate(kept["signs"], kept["residual_norm"], self.sketch)
         return self.base.decode(coded, check_range) + rest
 
     def refuses(self, use):

@@ -42,8 +42,11 @@ class TrellisCode(Code):
         # another device
         tables: tuple | None = None,
     ):
-        self.trellis, self.d, self.channel_bits = trellis, d, (trellis.bits,) * d
-        bits, place = lane_order(d), torch.arange(d)
+        self.trellis = trellis
+        self.d = d
+        self.channel_bits = (trellis.bits,) * d
+        bits = lane_order(d)
+        place = torch.arange(d)
         at = sum((place >> (len(bits) - 1 - i) & 1) << bit for i, bit in enumerate(bits))
         order = at if bits else place
         self.tables = tables or (trellis.table, trellis.index, order, order.argsort())
@@ -68,7 +71,7 @@ class TrellisCode(Code):
 
     @cached_property
     def lut(self) -> Lut | None:
-        "Where the chain has the kernel's order; at 1 bit there is no kernel."
+        "None where the chain has another order than the kernel's; at 1 bit there is no kernel."
         if self.trellis.bits == 1 or not lane_order(self.d):
             return None
         step = np.float32(max(self.trellis.levels) / 127)
@@ -97,9 +100,10 @@ class TrellisCode(Code):
         kernel = KERNELS.get("encode")
         if not kernel or not u.is_cuda or torch.compiler.is_compiling():
             return None
-        rows = self.trellis.rows(u.float()[..., self.tables[2]])
-        codes, *sums = kernel(self.trellis, rows, self.tables[0], self.windows.levels)
-        codes = codes.view(u.shape)[..., self.tables[3]]
+        levels, _, order, place = self.tables
+        rows = self.trellis.rows(u.float()[..., order])
+        codes, *sums = kernel(self.trellis, rows, levels, self.windows.levels)
+        codes = codes.view(u.shape)[..., place]
         return codes, *(x.view(u.shape[:-1]) for x in sums)
 
     def encode(self, u):
@@ -122,7 +126,7 @@ class TrellisCode(Code):
 
 # %% ../../nbs/21b_trellis_code.ipynb #eec424ad
 def _on_int8_grid(trellis: Trellis) -> Trellis:
-    "The same with levels that are an fp32 step times an int8."
+    "The trellis with levels that are an fp32 step times an int8."
     step = np.float32(max(trellis.levels) / 127)
     whole = [round(level / float(step)) for level in trellis.levels]
     return replace(trellis, levels=tuple(float(step * np.float32(n)) for n in whole))

@@ -23,7 +23,7 @@ from turboquant_nb.serving.step import (
     SHORT,
     CodedAttention,
     LayerMemory,
-    Seen,
+    VisibleTokens,
     ServingConfig,
     States,
     connector_reasons,
@@ -107,17 +107,19 @@ def workspace_floats(
 
 @lru_cache(maxsize=64)
 def _on_device(numbers: tuple, device) -> Tensor:
-    "The same for all layers of a step."
+    "Numbers on the device, copied once for all layers of a step."
     return torch.tensor(numbers, dtype=torch.int32).to(device)
 
 
-def flash_of_vllm(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
+def flash_of_vllm(
+    q, k, v, seen: VisibleTokens, scaling: float, softcap: float | None = None
+) -> tuple:
     "vLLM's own attention kernel, with the interface of `dense`."
     flash_attn_varlen_func, version = flash_kernel()
     starts_q, starts_k, causal, left = seen
     longest = lambda starts: max(b - a for a, b in zip(starts, starts[1:]))
     at = [_on_device(tuple(s), q.device) for s in (starts_q, starts_k)]
-    window = [-1, 0 if causal else -1] if left is None else [left, 0 if causal else -1]
+    window = [-1 if left is None else left, 0 if causal else -1]
     out, lse = flash_attn_varlen_func(
         q.contiguous(),
         k.contiguous(),
@@ -147,11 +149,15 @@ def flash_kernel() -> tuple:  # (function, version)
     return flash_attn_varlen_func, get_flash_attn_version()
 
 
-def _wide_flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = None) -> tuple:
+def _wide_flash(
+    q, k, v, seen: VisibleTokens, scaling: float, softcap: float | None = None
+) -> tuple:
     """`dense` without windows and soft caps for heads of more than 256 channels, which flash
     attention does not take: PyTorch's fused attention to what was before and to the queries'
     own tokens, joined."""
-    outs, lses, (starts_q, starts_k, causal, _) = [], [], seen
+    outs = []
+    lses = []
+    starts_q, starts_k, causal, _ = seen
     for a, b, c, e in zip(starts_q, starts_q[1:], starts_k, starts_k[1:]):
         own = e - (b - a) if causal else e
         parts = [
@@ -167,7 +173,8 @@ def _wide_flash(q, k, v, seen: Seen, scaling: float, softcap: float | None = Non
 
 def _by_head(q, k, v, causal: bool, scaling: float) -> tuple:  # (output, log-sum-exp [T, Hq])
     "Heads of a group side by side, without copies of what they share."
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    heads = k.shape[1]
+    group = q.shape[1] // k.shape[1]
     q = q.unflatten(1, (heads, group)).permute(1, 2, 0, 3)
     k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
     out, lse = fused_attention(q, k, v, scaling, None, causal)
@@ -210,7 +217,8 @@ class Impl(AttentionImpl):
         reasons += connector_reasons(current.kv_transfer_config)
         if PageBackend.name == "CUSTOM":
             reasons += wide_reasons(head_size, sliding_window, logits_soft_cap)
-        self.config, self.kv_cache_dtype = ServingConfig.of(options_of(current)), kv_cache_dtype
+        self.config = ServingConfig.of(options_of(current))
+        self.kv_cache_dtype = kv_cache_dtype
         self.dtype = current.model_config.dtype
         if self.config.calibration is not None:
             self.config.calibration.check(current.model_config.hf_config)
@@ -224,21 +232,19 @@ class Impl(AttentionImpl):
             )
         if reasons:
             raise ValueError(f"turboquant_nb does not serve {'; '.join(reasons)}")
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = (
-            num_heads,
-            head_size,
-            float(scale),
-            num_kv_heads or num_heads,
-        )
-        self.blocks, self.softcap = current.cache_config, logits_soft_cap or None
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.blocks = current.cache_config
+        self.softcap = logits_soft_cap or None
         # first tokens of a layer that does not see them for long are read as codes
         self.firsts = self.config.sinks if sliding_window is None else 0
         self.logits = sinks  # learnt, one a query head: the model's own parameter
-        self.window, self.drafts = (
-            sliding_window,
-            getattr(current.speculative_config, "num_speculative_tokens", 0) or 0,
-        )
-        self.requests, self.layer = current.scheduler_config.max_num_seqs, None
+        self.window = sliding_window
+        self.drafts = getattr(current.speculative_config, "num_speculative_tokens", 0) or 0
+        self.requests = current.scheduler_config.max_num_seqs
+        self.layer = None
         self.near = None, None  # the engine's blocks of recent tokens, and what lies in them
         self.shared = kv_sharing_target_layer_name  # the layer whose cache it reads
         # the step's keys and values, where other layers read this one's cache; None: none does
@@ -250,23 +256,25 @@ class Impl(AttentionImpl):
 
     def _make(self, name: str, device, dtype, tokens: int) -> None:
         "The layer's tables, and memory that layers share."
-        gpu, d = device.type == "cuda", self.head_size
+        gpu = device.type == "cuda"
+        d = self.head_size
         key, value, center = _coders(self.config, name, d, device)
         codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
         rule = Rule(self.scale, self.window, self.softcap, sinks=self.logits)
-        flash = dense if not gpu else _wide_flash if d > 256 else flash_of_vllm
+        flash = dense
+        if gpu:
+            flash = _wide_flash if d > 256 else flash_of_vllm
         self.layer = CodedAttention(codes, self.num_heads, self.num_kv_heads, rule, flash=flash)
         programs = self.programs * device_properties(device).processors if gpu else 0
         group = self.num_heads // self.num_kv_heads
-        floats = (
-            max(
+        floats = 0
+        if gpu:
+            floats = max(
                 workspace_floats(self.requests, self.num_kv_heads, group, d, programs, m)
                 for m in (SHORT, 1 + self.drafts)
             )
-            if gpu
-            else 0
-        )
-        recent, page = self.config.recent, self._page_tokens()
+        recent = self.config.recent
+        page = self._page_tokens()
         # pages are cut for first tokens too, also of a layer that keeps none
         block = self.config.recent_block(page, d, dtype.itemsize) if recent else None
         self.layer.prepare(dtype, self.drafts, recent, self.firsts, page, block)
@@ -292,10 +300,8 @@ class Impl(AttentionImpl):
         self._made(layer, key, kv_cache.shape[2])
         if self.now is not None:  # copies, since graphs use their memory again
             self.now = key.clone(), value.clone()
-        n, recent = (
-            slot_mapping.shape[0],
-            self._recent_slots(layer) if self.config.recent else None,
-        )
+        n = slot_mapping.shape[0]
+        recent = self._recent_slots(layer) if self.config.recent else None
         self.layer.store(kv_cache, key[:n], value[:n], slot_mapping)
         if recent:  # nothing is launched between the two
             blocks, slots, origins = recent
@@ -308,7 +314,8 @@ class Impl(AttentionImpl):
         tells more of them."""
         from vllm.forward_context import get_forward_context
 
-        context, name = get_forward_context(), recent_name(self.shared or layer.layer_name)
+        context = get_forward_context()
+        name = recent_name(self.shared or layer.layer_name)
         near = context.no_compile_layers[name]
         if self.near[0] is not near.kv_cache:
             states = exact_states(near.kv_cache, self.firsts, 2 * near.d, near.dtype)
@@ -319,7 +326,8 @@ class Impl(AttentionImpl):
         """Blocks of a layer's recent tokens, the step's slots in them, and the origins of first
         tokens or None."""
         blocks, name, context = self._recent_blocks(layer)
-        slots, told = context.slot_mapping[name], (context.attn_metadata or {}).get(name)
+        slots = context.slot_mapping[name]
+        told = (context.attn_metadata or {}).get(name)
         if not self.firsts:
             return blocks, slots, None
         if told is None:  # a run of nobody's tokens
@@ -357,11 +365,8 @@ class Impl(AttentionImpl):
             self._made(layer, query, kv_cache.shape[2])
             key, value = get_forward_context().no_compile_layers[self.shared].impl.now
         shaped = output.view(len(output), self.num_heads, self.head_size)
-        q, k, v = (
-            query.view(len(query), self.num_heads, -1),
-            key.view(len(key), self.num_kv_heads, -1),
-            value.view(len(value), self.num_kv_heads, -1),
-        )
+        q = query.view(len(query), self.num_heads, -1)
+        k, v = (x.view(len(x), self.num_kv_heads, -1) for x in (key, value))
         recent = None
         if self.config.recent:
             blocks, name, context = self._recent_blocks(layer)
@@ -460,7 +465,8 @@ def _counting_a_step_once(old):
             layer = next(iter(getattr(spec, "kv_cache_specs", {"": spec}).values()))
             if isinstance(layer, SlidingWindowSpec):
                 held = layer.max_admission_blocks_per_request(1 + drafts, length)
-                windows, step = windows + held, step + pages - held
+                windows = windows + held
+                step = step + pages - held
             else:
                 codes += pages
         # the pool keeps one page for nobody

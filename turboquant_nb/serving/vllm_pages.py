@@ -40,10 +40,8 @@ except ImportError:  # the names below can be read, `register` says what is miss
     MultipleOf = None
     from types import SimpleNamespace
 
-    AttentionCGSupport, AttentionType = (
-        SimpleNamespace(UNIFORM_BATCH=2),
-        SimpleNamespace(DECODER="decoder"),
-    )
+    AttentionCGSupport = SimpleNamespace(UNIFORM_BATCH=2)
+    AttentionType = SimpleNamespace(DECODER="decoder")
 
 # %% ../../nbs/reference/76c_vllm_pages.ipynb #76c00006
 BLOCKS = 64, 128, 256  # tokens of a block that kernels read
@@ -110,11 +108,12 @@ class Pages:
 
     @classmethod
     def of(cls, vllm_config) -> "Pages":
-        "Of the layers that this process has made for an engine."
+        "Pages for the layers that this process has made for an engine."
         sizes = set()
         for layer in vllm_config.compilation_config.static_forward_context.values():
             if is_ours(layer):
-                d, d_value = layer.head_size, getattr(layer, "head_size_v", None)
+                d = layer.head_size
+                d_value = getattr(layer, "head_size_v", None)
                 cell = layer.attn_backend.cell_bytes(vllm_config, d, d_value)
                 sizes.add(layer.num_kv_heads * cell)
         return cls(vllm_config.cache_config.block_size, frozenset(sizes))
@@ -129,7 +128,8 @@ class Pages:
         "What the spec of such a layer says of them where layers differ; else nothing."
         if len(self.sizes) < 2:
             return {}
-        page, tokens = self.tokens * max(self.sizes), self.tokens_of(nbytes)
+        page = self.tokens * max(self.sizes)
+        tokens = self.tokens_of(nbytes)
         return dict(
             block_size=tokens, page_size_padded=page if tokens * nbytes < page else None
         )
@@ -169,9 +169,8 @@ class PageBackend(AttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return (
-            default_block_size if default_block_size in BLOCKS else 128
-        )  # measured: 64 is slower, 256 shares less
+        # measured: 64 is slower, 256 shares less
+        return default_block_size if default_block_size in BLOCKS else 128
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -292,9 +291,8 @@ class Builder(AttentionMetadataBuilder):
         each = starts[1] - starts[0] if decodes else 1
         lengths = starts[1:]  # not read
         if decodes < c.num_reqs:
-            bound = (
-                c.seq_lens_cpu_upper_bound
-            )  # exact, unless a draft may have been rejected since
+            # exact, unless a draft may have been rejected since
+            bound = c.seq_lens_cpu_upper_bound
             lengths = (c.seq_lens if self.drafts or bound is None else bound).tolist()[
                 : c.num_reqs
             ]
@@ -323,10 +321,8 @@ class RecentBuilder(Builder):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        sinks, captured = (
-            ServingConfig.of(options_of(vllm_config)).sinks,
-            vllm_config.compilation_config.cudagraph_capture_sizes or (),
-        )
+        sinks = ServingConfig.of(options_of(vllm_config)).sinks
+        captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
         tokens = max(vllm_config.scheduler_config.max_num_batched_tokens, *captured, 1)
         self.block = kv_cache_spec.block_size
         self.origins = (
@@ -376,7 +372,8 @@ class RecentBackend(PageBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple:
-        d, tokens = -(-head_size // 16) * 16, block_size
+        d = -(-head_size // 16) * 16
+        tokens = block_size
         cell = cls.cell_bytes(engine_config(), d)
         if PageBackend.pages is not None:
             tokens = PageBackend.pages.tokens_of(num_kv_heads * cell)
@@ -393,13 +390,12 @@ class RecentLayer(AttentionLayerBase):
     impl = kv_sharing_target_layer_name = None
 
     def __init__(self, owner):  # a layer of vLLM
-        self.layer_name, self.heads, self.d, self.dtype = (
-            recent_name(owner.layer_name),
-            owner.num_kv_heads,
-            owner.head_size,
-            owner.impl.dtype,
-        )
-        self.config, self.kv_cache = owner.impl.config, torch.tensor([])
+        self.layer_name = recent_name(owner.layer_name)
+        self.heads = owner.num_kv_heads
+        self.d = owner.head_size
+        self.dtype = owner.impl.dtype
+        self.config = owner.impl.config
+        self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self):
         return RecentBackend

@@ -38,7 +38,8 @@ class CosSinCache:
 
     def reach(self, tokens: int) -> Tensor:  # [positions, r] fp16: cosines, then sines
         "Grow to rows for so many positions at least, `GROWTH` at a time; the table."
-        have, need = self.table.shape[0], -(-tokens // GROWTH) * GROWTH
+        have = self.table.shape[0]
+        need = -(-tokens // GROWTH) * GROWTH
         if need > have:
             with torch.inference_mode(False), torch.no_grad():
                 t = torch.arange(have, need, device=self.inv_freq.device)
@@ -128,7 +129,9 @@ class Centre:
 class NoCentre(Centre):
     "Takes nothing."
 
-    name, kind, holds_mean = "none", "none", False
+    name = "none"
+    kind = "none"
+    holds_mean = False
 
     def query(self, q, mean, rotary=0):
         return Terms()
@@ -146,13 +149,16 @@ class FixedMean(Centre):
 class PreRopeMean(Centre):
     "The mean of the keys before RoPE, which moves with RoPE."
 
-    name, kind, rotates = "pre_rope", "rotating", True
+    name = "pre_rope"
+    kind = "rotating"
+    rotates = True
 
     def at(self, mean, rows=None):
         return apply_cos_sin(mean.float(), rows)
 
     def query(self, q, mean, rotary=0):
-        mean, r = mean.float(), rotary
+        mean = mean.float()
+        r = rotary
         still = q[..., r:] @ mean[..., r:].mT if r < q.shape[-1] else 0.0
         (a, b), (x, y) = (z[..., :r].chunk(2, -1) for z in (q, mean))
         return Terms(still, torch.cat([a * x + b * y, b * x - a * y], -1))

@@ -22,8 +22,8 @@ from .. import checks
 from .codebook import Codebook, lloyd_max
 
 # %% ../../nbs/15_rates.ipynb #26f0f5ae
-def _per_channel(bits, low=0, high=8) -> tuple:
-    "`bits` as a tuple of integers from `low` to `high`, or raise."
+def _per_channel(bits) -> tuple:
+    "`bits` as a tuple of integers from 0 to 8, or raise."
     if isinstance(bits, Tensor):
         bits = bits.tolist()
     if isinstance(bits, (str, numbers.Number)) or not hasattr(bits, "__len__"):
@@ -31,10 +31,8 @@ def _per_channel(bits, low=0, high=8) -> tuple:
     if len(bits) == 0:
         raise ValueError("bits must name at least one channel, got none")
     for j, b in enumerate(bits):
-        if isinstance(b, bool) or not isinstance(b, numbers.Integral) or not low <= b <= high:
-            raise ValueError(
-                f"bits must be integers from {low} to {high}, got {b!r} for channel {j}"
-            )
+        if isinstance(b, bool) or not isinstance(b, numbers.Integral) or not 0 <= b <= 8:
+            raise ValueError(f"bits must be integers from 0 to 8, got {b!r} for channel {j}")
     return tuple(int(b) for b in bits)
 
 
@@ -71,9 +69,8 @@ class MixedCodebook:
 
     books: dict | tuple  # {bits: Codebook}; kept as one Codebook per channel, None at 0 bits
     channel_bits: tuple  # d integers from 0 to 8; a channel of 0 bits reads as 0
-    std: Tensor | None = (
-        None  # [d] fp32 > 0: channel j has this standard deviation; None: all 1
-    )
+    # [d] fp32 > 0: channel j has this standard deviation; None: all 1
+    std: Tensor | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "channel_bits", _per_channel(self.channel_bits))
@@ -134,7 +131,7 @@ class MixedCodebook:
         return x if self.std is None else x * self.std.to(dtype)
 
     def to(self, device) -> "MixedCodebook":
-        "The same with its tables on `device`."
+        "The codebook with its tables on `device`."
         if all(b is None or b.levels.device == torch.device(device) for b in self.books):
             return self
         moved = {id(book): book and book.to(device) for _, _, book in self.groups}
@@ -234,7 +231,8 @@ def allocate_bits(
     least, most = (b * sum(sizes) for b in (bits[0], bits[-1]))
     if not least <= budget <= most:
         raise ValueError(f"budget must be from {least} to {most}, got {budget}")
-    at, left = [0] * len(curves), budget - least
+    at = [0] * len(curves)
+    left = budget - least
 
     def best_step(
         i: int,
@@ -251,7 +249,8 @@ def allocate_bits(
         _, i, to = heapq.heappop(heap)
         cost = (bits[to] - bits[at[i]]) * sizes[i]
         if cost <= left:  # else it no longer fits: look for a shorter one
-            left, at[i] = left - cost, to
+            left = left - cost
+            at[i] = to
         for step in best_step(i):
             heapq.heappush(heap, step)
     return [bits[j] for j in at]
@@ -276,9 +275,8 @@ def allocate_channels(
     )
 
 # %% ../../nbs/15_rates.ipynb #eac988e8
-_MARK = (
-    0x54514E42  # lies under the first code; what a decoder must find when it has read the last
-)
+# lies under the first code; what a decoder must find when it has read the last
+_MARK = 0x54514E42
 
 
 def _coder(probs, d):
@@ -348,15 +346,13 @@ def entropy_decode(
 def _merge(book: Codebook, planes: int) -> Codebook:
     "Merge runs of 2**planes cells; each run reads as its conditional mean."
     runs = lambda a: a.reshape(-1, 2**planes)
-    probs, first = runs(book.probs).sum(1), runs(book.probs * book.means).sum(1)
+    probs = runs(book.probs).sum(1)
+    first = runs(book.probs * book.means).sum(1)
     y = np.divide(first, probs, out=runs(book.levels64).mean(1), where=probs > 0)
-    power = (
-        book.mse + (book.probs * book.levels64 * (2 * book.means - book.levels64)).sum()
-    )  # E x²
-    mse, edges = (
-        float(power - (probs * y**2).sum()),
-        book.edges[2**planes - 1 :: 2**planes].clone(),
-    )
+    # E x²
+    power = book.mse + (book.probs * book.levels64 * (2 * book.means - book.levels64)).sum()
+    mse = float(power - (probs * y**2).sum())
+    edges = book.edges[2**planes - 1 :: 2**planes].clone()
     levels = torch.tensor(y, dtype=torch.float32, device=edges.device)
     new = {
         "levels": levels,

@@ -29,7 +29,8 @@ def rope_frequencies(
 ) -> Tensor:  # [d/2] float64 on the CPU, radians per position, fastest first
     """ω_i = θ^(-2i/d). ValueError for odd d or a theta that is not positive. Source: Su et al.
     2021, equation 15."""
-    d, theta = _even("d", d), checks.number(theta, "theta", above=0)
+    d = _even("d", d)
+    theta = checks.number(theta, "theta", above=0)
     return theta ** (-torch.arange(0, d, 2, dtype=torch.float64, device="cpu") / d)
 
 # %% ../../nbs/12_rope.ipynb #79d8b603
@@ -149,7 +150,9 @@ def apply_cos_sin(
     each of n positions. Source: as `apply_rope`."""
     cos, sin = cos_sin.float().chunk(2, -1)
     half, r = cos.shape[-1], cos_sin.shape[-1]
-    a, b, sin = x[..., :half], x[..., half:r], -sin if inverse else sin
+    a = x[..., :half]
+    b = x[..., half:r]
+    sin = -sin if inverse else sin
     y = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     return torch.cat([y, x[..., r:].expand(*y.shape[:-1], -1)], -1)
 
@@ -169,10 +172,8 @@ def commutant_part(
             f"{tuple(M.shape) if isinstance(M, Tensor) else type(M).__name__}"
         )
     M, r = M.detach().cpu().double(), _rotary("M", M.shape[0], rotary_dim)
-    omega, (first, second) = (
-        rope_angles(1, r, theta, inv_freq).cpu(),
-        plane_channels(r, pairing),
-    )
+    omega = rope_angles(1, r, theta, inv_freq).cpu()
+    first, second = plane_channels(r, pairing)
     same = (omega[:, None] - omega).abs() <= 1e-12 * omega.abs().max()
     block = lambda i, j: M[i[:, None], j]
     a = same * (block(first, first) + block(second, second)) / 2
@@ -180,9 +181,8 @@ def commutant_part(
     P = torch.zeros_like(M)
     P[first[:, None], first] = P[second[:, None], second] = a
     P[second[:, None], first], P[first[:, None], second] = b, -b
-    still = torch.ones(
-        len(M), dtype=torch.bool, device="cpu"
-    )  # channels that no position moves
+    # channels that no position moves
+    still = torch.ones(len(M), dtype=torch.bool, device="cpu")
     still[first] = still[second] = omega == 0
     return torch.where(still[:, None] & still, M, P)
 

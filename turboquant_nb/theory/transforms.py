@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .rotation import Rotation, Transform, _no_autocast, make_rotation
+from .rotation import Rotation, Transform, make_rotation, without_autocast
 
 # %% ../../nbs/14_transforms.ipynb #79d4189c
 def attention_weights(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
@@ -169,9 +169,8 @@ def best_scales(
     log = 0.25 * ((m + low_m) / (c + low_c)).log2()
     log = torch.where((m > low_m) & (c > low_c), log, log.nanmedian(1, keepdim=True).values)
     log = (log - log.mean(1, keepdim=True)).nan_to_num(0.0)
-    shifts = (
-        torch.arange(8, dtype=torch.float64)[:, None, None] / 8
-    )  # a common factor changes no cost
+    # a common factor changes no cost
+    shifts = torch.arange(8, dtype=torch.float64)[:, None, None] / 8
     tried = (log + shifts).round().exp2()  # [8, H, d]
     cost = (c * tried.square()).sum(2) * (m / tried.square()).sum(2)
     return tried.gather(0, cost.argmin(0)[None, :, None].expand(1, *log.shape))[0].float()
@@ -212,7 +211,7 @@ def _head_times(x: Tensor, matrix: Tensor) -> Tensor:
         raise ValueError(f"a transform of {heads} heads takes {want}, got {list(x.shape)}")
     if x.device != matrix.device:
         raise ValueError(f"x must be on {matrix.device} like the transform, got {x.device}")
-    with _no_autocast(x.device):
+    with without_autocast(x.device):
         return x.float() @ matrix
 
 
@@ -280,7 +279,7 @@ class HeadTransform(Transform):
         return _head_times(q, self.inverse_matrix)
 
     def to(self, device) -> "HeadTransform":
-        "The same on another device."
+        "A copy of the transform on another device."
         if self.matrix.device == torch.device(device):
             return self
         moved = (x.to(device) for x in (self.matrix, self.inverse_matrix))

@@ -49,7 +49,9 @@ def _paths(
     end: Tensor | None,  # state [N] after the last; None: any
 ) -> Tensor:  # [N, n] long
     "The windows of least cost."
-    (count, n), states, leaving = x.shape, len(index) >> bits, 1 << bits
+    count, n = x.shape
+    states = len(index) >> bits
+    leaving = 1 << bits
     near = x.nan_to_num().clamp(-REACH, REACH).t().contiguous()[:, None]
     away = (near - levels[:, None]).square_().mul_(1 << UNIT).round_().to(torch.int32)
     away <<= bits  # [n, levels, N]
@@ -85,12 +87,15 @@ def viterbi(
     start: Tensor | str = "zero",
 ) -> tuple:  # (windows [N, n] long, squared error [N] fp32)
     "The best windows of each vector, equation (17.3). Source: Viterbi 1967, Forney 1973."
-    (count, n), half = x.shape, x.shape[1] // 2
+    count, n = x.shape
+    half = x.shape[1] // 2
     most = 1 << (22 if x.device.type == "cpu" else 28)  # winners held at a time
     size = max(1, most // max(1, n * (len(index) >> bits)))
     windows = torch.empty(x.shape, dtype=torch.long, device=x.device)
     for i in range(0, count, size):
-        part, begin, end = x[i : i + size], None, None
+        part = x[i : i + size]
+        begin = None
+        end = None
         if isinstance(start, Tensor):
             begin = end = start[i : i + size]
         elif start == "zero":
@@ -199,7 +204,8 @@ class Trellis:
             if self.start == "tail"
             else rows.new_zeros(len(rows), held)
         )
-        padded, out = torch.cat([before, rows], 1), torch.zeros_like(rows)
+        padded = torch.cat([before, rows], 1)
+        out = torch.zeros_like(rows)
         for back in range(held, -1, -1):
             out = (out << self.bits) | padded[:, held - back : padded.shape[1] - back]
         return (out & ((1 << self.length) - 1)).view(symbols.shape)
@@ -222,6 +228,7 @@ def _antisymmetric(half: tuple) -> tuple:
     return (*(-v for v in reversed(half)), *half)
 
 
+# by bits: the smallest error that was found; results/trellis/masks-h100.json
 TRELLISES = {
     1: Trellis(1, 8, (20, 130, 79), _antisymmetric((0.3471, 0.4822, 0.7857, 1.4235))),
     2: Trellis(
@@ -236,4 +243,4 @@ TRELLISES = {
         (16, 98, 129, 68),
         _antisymmetric((0.0906, 0.2867, 0.4789, 0.7082, 0.9518, 1.273, 1.7183, 2.4134)),
     ),
-}  # by bits: the smallest error that was found; results/trellis/masks-h100.json
+}
