@@ -159,7 +159,7 @@ class DeviceClock(HostClock):
 
     def change(self, part: Part, new: Part) -> None:
         "Tensors of a part take the values of another's."
-        for mine, other in zip(part.tensors.values(), new.tensors.values()):
+        for mine, other in zip(part.row_tensors.values(), new.row_tensors.values()):
             mine.copy_(other)
 
     def table(self, cos_sin) -> Tensor:

@@ -93,9 +93,9 @@ def _kinds(n: dict, r: Recipe, dtype: torch.dtype) -> dict:  # {name: (dtype, sh
         for name, count in {"sinks": r.sinks, "recent": r.recent}.items():
             out[f"{side}.{name}"] = dtype, (*rows, count, d), None
         if spec.centre.holds_mean:
-            out[f"{side}.mean"] = torch.bfloat16, (*rows, 1, d), None
+            out[f"{side}.mean"] = torch.bfloat16, (1, n["heads"], 1, d), None
         if spec.pair_scale != "none":
-            out[f"{side}.pair"] = torch.bfloat16, (*rows, 1, d), 1 / PAIR_RANGE
+            out[f"{side}.pair"] = torch.bfloat16, (1, n["heads"], 1, d), 1 / PAIR_RANGE
         if spec.centre.rotates:
             out["inv_freq"] = torch.float32, (None,), None
     if r.key.rotation.startswith(HeadTransform.prefix):
@@ -122,7 +122,8 @@ def _give_older(store: DecayStore, tensors: dict, header: Saved) -> None:
             raise ValueError(f"{name} of older tokens must be {want}, got {x}")
     if older.offset < older.length != store.offset:
         raise ValueError(f"older tokens must end at {store.offset}, got {older.length}")
-    older.ranges, store.older = store.ranges, older
+    older.ranges, older.frame, older.key.frame = store.ranges, store.frame, store.key.frame
+    store.older = older
 
 
 @without_autograd

@@ -144,9 +144,7 @@ class KVStore:
     def nbytes(self) -> int:
         """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
         see `tables`."""
-        numbers = (self.start, self.end, self.clock.position, self.flags)
-        held = [t for run in self.runs for p in run.parts for t in p.tensors.values()]
-        return sum(t.nbytes for t in (*held, *numbers) if t is not None)
+        return sum(bytes_by_kind(self).values())
 
     def bits_per_value(self) -> float:
         "8 * nbytes over the number of key and value entries stored; nan when empty."
@@ -282,13 +280,14 @@ def _check_codes(parts):
 
 def row_tensors(store) -> list:
     "Every tensor with a row for each sequence; where the device counts they never move."
-    return [*(t for part in store.parts for t in part.tensors.values()), store.start]
+    return [*(t for part in store.parts for t in part.row_tensors.values()), store.start]
 
 
 def _pin(store) -> None:
     "Tell compilers that CUDA graphs of their code may write to these tensors in place."
     numbers = store.clock.position, flags_of(store)
-    for t in (*tables_of(store), *row_tensors(store), *numbers):
+    frame = (x for x in store.key.frame if x is not None)
+    for t in (*tables_of(store), *row_tensors(store), *frame, *numbers):
         torch._dynamo.mark_static_address(t)
 
 # %% ../../nbs/31_store.ipynb #34077796
@@ -373,7 +372,7 @@ def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
     "Every tensor with a row for each sequence becomes f of it, once all of these are made."
     new = {}
     for run in store.runs:
-        new[run] = [p.having({name: f(t) for name, t in p.tensors.items()}) for p in run.parts]
+        new[run] = [p.mapped(f) for p in run.parts]
         for part in new[run] if device != store.device else ():
             part.move_to(device)
     start, end = f(store.start), None if store.end is None else f(store.end)
@@ -571,12 +570,13 @@ def bytes_by_kind(store: KVStore) -> dict:
     (sinks and recent), mean, pair (where keys have a pair scale), range (also the counter and
     flags, where there are any)."""
     extras = [name for part in store.parts for name in part.memory.extras]
-    held, parts = store.key.frame_names, [p for run in store.runs for p in run.parts]
-    out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean", *held), 0)
+    frame = {name: getattr(store.key.frame, name) for name in store.key.frame_names}
+    out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean"), 0)
+    out |= {name: x.nbytes for name, x in frame.items()}
     numbers = (store.start, store.end, store.clock.position, store.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
-    for part in parts:
-        for name, t in part.tensors.items():
+    for part in (p for run in store.runs for p in run.parts):
+        for name, t in part.row_tensors.items():
             kind = "planes" if name.startswith("plane") else _KINDS.get(name, name)
             out[kind] += t.nbytes
     return out
@@ -617,11 +617,11 @@ def expected_nbytes(store: KVStore) -> int:
     rows, itemsize = store.batch * store.heads, store.dtype.itemsize
     total = 8 * store.batch * (1 if store.end is None else 2)
     total += 4 * store.clock.fixed + (0 if store.flags is None else 24)
+    total += 2 * store.heads * store.key.q.d * len(store.key.frame_names)
     for run in store.runs:
         r, tiles = run.recipe, run.capacity // run.tile
         for part, spec in zip(run.parts, (r.key, r.value)):
             d, exact = part.q.d, (r.sinks + r.recent) * itemsize
-            frame = 2 * spec.centre.holds_mean + 2 * (spec.pair_scale != "none")
             total += rows * _coded_bytes(spec, d=d, tile=run.tile, tiles=tiles)
-            total += rows * d * (exact + frame)
+            total += rows * d * exact
     return total

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.clock import HostClock
 from ..cache.decay import store_class
+from ..cache.memory import scaled_keys
 from ..cache.store import tail_with
 from .attention import NAME, CodedStates
 from .graphs import CapturedSteps
@@ -270,12 +271,10 @@ class TurboQuantLayer(CacheLayerMixin):
             return keys  # the store refuses them
         if self.is_initialized:
             return self.store.key.into_frame(keys)
-        pair = None if self.frame is None else self.frame.pair
-        fits = pair is not None and keys.ndim == 4
-        if not fits or pair.shape != (keys.shape[1], keys.shape[3]):
-            return keys  # the store refuses them
-        pair = self.frame.on(keys.device).pair[:, None].to(torch.bfloat16)
-        return (keys * pair).to(keys.dtype)
+        if self.frame is None or self.frame.pair is None:
+            return keys  # likewise
+        _, pair = self.frame.held(keys.device, "", True)
+        return scaled_keys(keys, pair)
 
     def _append_with_drafts(self, states: tuple, drafts: int, now: Pass):
         "Code a prompt, then the drafts behind it, which may be cropped."

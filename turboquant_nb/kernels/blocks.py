@@ -238,10 +238,10 @@ def _read_kernel(
         ]
         t += offset
         if HAS_MEAN:
-            m = tl.load(M + bh * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            m = tl.load(M + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
             if H2 > 0:
                 rotates, other = d < 2 * H2, tl.where(d < H2, d + H2, d - H2)
-                partner = tl.load(M + bh * D + other, mask=rotates, other=0.0).to(
+                partner = tl.load(M + h * D + other, mask=rotates, other=0.0).to(
                     tl.float32
                 ) * tl.where(d < H2, -1.0, 1.0)
                 row = (

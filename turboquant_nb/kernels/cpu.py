@@ -588,7 +588,7 @@ extern "C" void attend(const Call* call) {
 _CODER = r"""
 struct Coder {
   const float *edges, *levels, *matrix;  // [2^bits - 1], [2^bits], [d, d]
-  const uint16_t* mean;                  // [B, H, d] bfloat16, or null
+  const uint16_t* mean;                  // [H, d] bfloat16, or null
   int64_t head, turns, rule;  // from a head's matrix to the next; by RoPE; norm, mse, unbiased
   double top;                 // largest scale
 };
@@ -607,7 +607,7 @@ static bool code_row(const Call& c, const Side& s, const Coder& k, int64_t b, in
   const int64_t d = s.d, r = c.R / 2;
   float *x = m.of(m.query, d), *y = m.of(m.turned, d), *mean = m.of(m.lanes, d);
   widen(from, c.chunk.kind, d, x);
-  if (k.mean) widen((const char*)(k.mean + (b * c.H + h) * d), 2, d, mean);
+  if (k.mean) widen((const char*)(k.mean + h * d), 2, d, mean);
   if (k.mean && k.turns) {
     const uint16_t* row = c.angles + std::max<int64_t>(0, c.now - c.starts[b]) * c.R;
     for (int64_t i = 0; i < r; i++) {

@@ -35,7 +35,7 @@ class DecodeOperands(NamedTuple):
     levels: Tensor  # [2, 16] fp32
     key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
     value_rotation: Tensor  # [d_value, d_value] fp32
-    key_mean: Tensor | None  # [B, H, 1, d]
+    key_mean: Tensor | None  # [1, H, 1, d]
     key_sinks: Tensor  # [B, H, sinks, d] exact
     key_recent: Tensor  # [B, H, recent, d], a ring
     value_sinks: Tensor

@@ -500,7 +500,7 @@ def _queries(
     row_at,
     row,
     ok,
-    bh,
+    h,
     scaling,
     step,
     FAST: gl.constexpr,
@@ -527,7 +527,7 @@ def _queries(
             * scaling
         )
         if MEAN:
-            shift = gl.sum(x * gl.load(MU + bh.to(gl.int64) * D + d).to(gl.float32)[:, None], 0)
+            shift = gl.sum(x * gl.load(MU + h.to(gl.int64) * D + d).to(gl.float32)[:, None], 0)
         # first row of the rotation: the signs over the root of d
         y = _low_stages(x * gl.load(R + d)[:, None], D, Q)
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
@@ -543,7 +543,7 @@ def _queries(
             )
             shift = gl.sum(
                 x
-                * gl.load(MU + bh.to(gl.int64) * D + d, mask=d < D, other=0.0).to(gl.float32)[
+                * gl.load(MU + h.to(gl.int64) * D + d, mask=d < D, other=0.0).to(gl.float32)[
                     :, None
                 ],
                 0,
@@ -797,9 +797,7 @@ def _pair_at(place, G: gl.constexpr):
 
 
 @gluon.jit
-def _mean_inputs(
-    QUERY, M, FAR, sb, sh, sn, b, h, bh, block, n, group, begin_at, G: gl.constexpr
-):
+def _mean_inputs(QUERY, M, FAR, sb, sh, sn, b, h, block, n, group, begin_at, G: gl.constexpr):
     """What `_mean_coefficients` needs, loaded before anything waits: channel pairs of Q query
     rows and of the mean of their head, and the angles of where its tiles begin; [HP, Q] and
     [HP, 1]."""
@@ -814,7 +812,7 @@ def _mean_inputs(
         + (j % n).to(gl.int64) * sn
     )
     at = q[None, :] + e[:, None]
-    m = M + bh.to(gl.int64) * G.D + e
+    m = M + h.to(gl.int64) * G.D + e
     ok = (e < G.H2)[:, None] & (j < group * n)[None, :]
     q1 = gl.load(at, mask=ok, other=0.0).to(gl.float32)
     q2 = gl.load(at + G.H2, mask=ok, other=0.0).to(gl.float32)
@@ -828,7 +826,7 @@ def _mean_inputs(
             rest = first + e
             seen = (rest < G.D)[:, None] & (j < group * n)[None, :]
             x = gl.load(q[None, :] + rest[:, None], mask=seen, other=0.0).to(gl.float32)
-            y = gl.load(M + bh.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0)
+            y = gl.load(M + h.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0)
             still += gl.sum(x * y.to(gl.float32)[:, None], 0)
     return q1, q2, m1, m2, cos, sin, still
 
@@ -1321,7 +1319,6 @@ def fragments_kernel(
         )
         bh = b * heads + h
         out_row = out_row * Q
-        mean_at = h
         base = bh * blocks + block
     else:
         pid = gl.program_id(0)
@@ -1332,7 +1329,6 @@ def fragments_kernel(
         h = bh % heads
         base = bh * blocks + block
         nobody = False
-        mean_at = bh
         out_row = (base * splits + split).to(gl.int64) * Q
     if HAS_LENGTH:
         length = gl.load(LENGTH + b * each_length)
@@ -1426,7 +1422,6 @@ def fragments_kernel(
             sn=sn,
             b=b,
             h=h,
-            bh=bh,
             block=block,
             n=n,
             group=group,
@@ -1441,7 +1436,7 @@ def fragments_kernel(
         row_at=row_at,
         row=(base * Q).to(gl.int64),
         ok=ok_q,
-        bh=mean_at,
+        h=h,
         scaling=scaling,
         step=k_step,
         FAST=FAST_K,

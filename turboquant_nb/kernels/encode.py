@@ -619,7 +619,7 @@ def _side(
     chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     bh = tl.program_id(1).to(tl.int64)
     row, k = block * M + tl.arange(0, M), tl.arange(0, K)
-    m_lo, m_hi = load_mean(MEAN + bh * D, C)
+    m_lo, m_hi = load_mean(MEAN + bh % heads * D, C)
     held = hold_matrix(W, bh % heads, C, TYPE)
     if WHOLE:
         tile = (first + 4 * R - 1) // (4 * R) + chunk * each
@@ -639,7 +639,7 @@ def _side(
         tl.int64
     ) * sd
     scale_at, at = SCALE + (bh * tiles + tile) * (4 * R) + row, bh * tiles + tile
-    t, mean = row + tile * (4 * R) + base, MEAN + bh * D
+    t, mean = row + tile * (4 * R) + base, MEAN + bh % heads * D
     if ROPE > 0:
         t -= tl.load(START + bh // heads).to(tl.int32)
     rows, centre = (x_at, scale_at, at, row, t), (m_lo, m_hi, mean, COS_SIN)

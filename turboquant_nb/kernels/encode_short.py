@@ -197,7 +197,11 @@ def _short(
     if STEP < 2:
         K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
         k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
-        at, cos_sin, ok = MEAN + (bh * D)[:, None], COS_SIN + (r * 0)[:, None], there[:, None]
+        at, cos_sin, ok = (
+            MEAN + (bh % heads * D)[:, None],
+            COS_SIN + (r * 0)[:, None],
+            there[:, None],
+        )
         if ROPE > 0:
             t = tl.where(valid, tl.maximum(p + base - begin, 0), 0)
             cos_sin = COS_SIN + (t * ROPE)[:, None]

@@ -90,7 +90,7 @@ def _mean_bias_kernel(
         h, j = i // rows, i % rows
         ok = (h < heads) & (j < group * n)
         q = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
-        m = M + (b * heads + h).to(tl.int64) * D
+        m = M + h.to(tl.int64) * D
         e = tl.arange(0, HP)
         x, y = _coefficients(q, m, e, ok[:, None] & (e < ROTATING)[None, :], H2)
         top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))

@@ -39,7 +39,8 @@ class LayerFrame:
     fixed: Tensor | None = None  # of keys as attention sees them
     # within `PAIR_RANGE` of 1, alike in both channels of a RoPE pair
     pair: Tensor | None = None
-    placed: dict = field(default_factory=dict, init=False, repr=False)  # device -> see `on`
+    # what was made of it, by device: see `on` and `held`
+    placed: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self):
         for name, x in self.tensors.items():
@@ -70,6 +71,26 @@ class LayerFrame:
             moved = {name: x.to(device) for name, x in self.tensors.items()}
             self.placed[device] = LayerFrame(**moved)
         return self.placed[device]
+
+    def held(
+        self,
+        device: torch.device,
+        mean: str,  # "mean", "fixed" or "", for none
+        pair: bool,  # whether keys are multiplied by the pair scale
+    ) -> tuple:  # (mean or None, pair or None), [1, H, 1, d] bf16
+        """What a store of these keys holds, the mean times the pair scale; made once, and shared
+        by all stores of the layer."""
+        name = device, mean, pair
+        if name not in self.placed:
+            with torch.inference_mode(False), torch.no_grad():
+                own, found, scale = self.on(device), None, None
+                if pair:
+                    scale = own.pair[None, :, None].bfloat16()
+                if mean:
+                    found = getattr(own, mean)[None, :, None]
+                    found = (found if scale is None else found * scale.float()).bfloat16()
+            self.placed[name] = found, scale
+        return self.placed[name]
 
     def of_heads(self, heads: slice) -> "LayerFrame":
         "The frame of some of the KV heads."
