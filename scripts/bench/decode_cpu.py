@@ -11,8 +11,8 @@ bits, which the store codes on every path, beside tables. The paths take turns. 
 `coding` and `attention` the medians of both parts.
 
 Gate: what serves codes the same bits, but for those that the order of a sum decides, and
-attends to 2e-5 of the largest output as step by step, for each recipe. Codes without one table,
-and decay, have no path `kernel`."""
+attends to 2e-5 of the largest output as step by step, for each recipe. Codes without one table
+have no path `kernel`."""
 
 import copy
 import time
@@ -25,7 +25,7 @@ from bench.timing import quantiles
 
 from turboquant_nb.cache import attention
 from turboquant_nb.kernels import ops
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.quant.quantizer import Spec, decided
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 
@@ -53,8 +53,10 @@ def states(n, seed):
 def filled(recipe, tokens):
     "A store that holds so many tokens."
     freq = 1e5 ** (-torch.arange(D // 2) / (D // 2))
-    store = KVStore(recipe, 1, HEADS, D, inv_freq=freq, frame=frame(HEADS, D))
+    more = dict(inv_freq=freq, frame=frame(HEADS, D))
+    store = store_class(recipe)(recipe, 1, HEADS, D, **more)
     store.append(*states(tokens, 0)[:2])
+    store.age()
     return store
 
 
@@ -85,8 +87,7 @@ def gate(recipes, tokens):
 
 def has_table(store, use="windows"):
     "Whether the kernel reads its tokens for good, or codes them, too; else PyTorch does."
-    looked_up = not any(side.code.refuses(use) for side in store.parts)
-    return store.recipe.decay is None and looked_up
+    return not any(side.q.code.refuses(use) for side in store.parts)
 
 
 def timed(code, attend):

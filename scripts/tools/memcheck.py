@@ -33,6 +33,7 @@ from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.pages import Exact, Recent, Requests
+from turboquant_nb.cache.decay import DecayStore
 from turboquant_nb.cache.store import KVStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,14 +163,15 @@ PARTS = [
 
 
 def part_case(case):
-    """Codes without one table: channels of two bit widths, a QJL residual, tiles that lost a
-    plane; with exact first and recent tokens."""
+    """Codes without one table: channels of two bit widths, a QJL residual; old tokens in a
+    store of their own; with exact first and recent tokens."""
     batch, heads, group, d, k_bits, v_bits, residual, decay = case
     recipe = Recipe(
         Spec(k_bits, center="fixed", residual=residual), Spec(v_bits), sinks=3, recent=5
     )
     more = dict(device=DEVICE, tile=64, frame=frame_of(heads, d))
-    store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, **more)
+    kind = DecayStore if decay else KVStore
+    store = kind(recipe, batch, heads, d, dtype=torch.bfloat16, **more)
     for n in (255, 1, 3):
         x = states(2, batch, heads, n, d)
         (KVStore.append if encode_launch.refuses(recipe, d, device=DEVICE) else append.append)(
@@ -177,7 +179,7 @@ def part_case(case):
         )
         if decay and n == 255:
             store.decay(decay)
-            assert store.key.memory.truncated_tiles and store.value.memory.truncated_tiles
+            assert store.older.length
         q = states(batch, heads * group, min(n, 3), d)
         for chunk in ((), x) if n < 255 else ((),):
             with torch.no_grad():

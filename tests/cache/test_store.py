@@ -182,7 +182,7 @@ class Dense:
         self.old = max(self.old, before // self.tile * self.tile)
 
     def code_again(self, length):
-        "Old tokens of the last tile that is left are young again, coded from what they read as."
+        "Old tokens of the last tile that is left are young again, coded as they read."
         first = length // self.tile * self.tile
         for i, x in enumerate(self.framed()):
             x = x[:, :, first:length]

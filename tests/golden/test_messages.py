@@ -72,6 +72,8 @@ GONE: dict[str, str] = {
     ),
     "decay needs a side with channels of 3 or 4 bits": "whose code has a coarser one",
     "tiles that lost a plane (decay) are not supported": "old tokens have a store of their own",
+    "a {}-bit code has a single plane; dropping it would leave nothing": "chapter 30 shows it",
+    "tokens must lie in [{}, {}), got {} and {} more": "from 0: no tile lost a plane",
     WAITS: "in two parts: what is asked, and the code's reason",
     "{}: a cell holds codes with one number of bits and no sketch, got {}": "with the reason",
     # a code without one look-up table is decoded block by block, whatever it is

@@ -110,7 +110,8 @@ def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
         kind(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2)
     )
     for k, v in chunks:
-        fused.age()
+        for store in (fused, plain):
+            store.age()
         kernel.append(fused, k, v)
         plain_append(plain, k, v)
     agree(fused, plain, chunks, ties)
@@ -581,9 +582,11 @@ def test_decay_evict_crop():
         store.crop(30)
         store.evict(100)
     for k, v in chunks((1, 50), shift=0):
+        fused.age()
         kernel.append(fused, k, v)
         plain.append(k, v)
-    assert codes_apart(fused, plain) < 1e-4
+    assert fused.older.length == plain.older.length
+    assert codes_apart(fused, plain) < 1e-4 and codes_apart(fused.older, plain.older) < 1e-4
 
 
 def test_zero_vectors_and_outliers():

@@ -9,7 +9,6 @@ __all__ = ['CODEBOOKS', 'CODES', 'LATER_CODES', 'COARSER', 'Spec', 'channel_bits
 
 # %% ../../nbs/20_quantizer.ipynb #6df47394
 import math
-from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -451,12 +450,6 @@ class Quantizer:
     def codebook(self) -> Codebook:
         "The table of a code that is one."
         return self.code.codebook
-
-    def with_code(self, code: Code) -> "Quantizer":
-        "A quantizer of this spec that codes by another code."
-        out = copy(self)
-        out.code = code
-        return out
 
     def encode(self, x: Tensor, mean: Tensor | None = None, name: str = "x") -> Coded:
         "`encode`."

@@ -200,7 +200,7 @@ class Codebook:
     edges: Tensor  # [2**bits - 1] fp32; the code of x is the number of edges below x
     mse: float  # mean squared error D under the law
     bits: int  # 1..8
-    law: str  # "gaussian", "sphere", "samples" or "uniform"
+    law: str  # "gaussian", "sphere", "samples", "uniform", "sign" or "merged"
     dim: int | None  # d of the sphere law; None for the Gaussian and for samples
     levels64: np.ndarray  # [2**bits] fp64, the levels before rounding to fp32
     means: np.ndarray  # [2**bits] fp64, mean of the law in each cell

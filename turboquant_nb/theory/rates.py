@@ -360,6 +360,7 @@ def _merge(book: Codebook, planes: int) -> Codebook:
         "mse": mse,
         "bits": book.bits - planes,
         "grid": None,
+        "law": "merged",
     }
     return replace(book, levels64=y, means=y, probs=probs, **new)
 
