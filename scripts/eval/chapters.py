@@ -32,7 +32,9 @@ from notebooks import notebooks, text_of
 from preview_docs import copy_tree
 
 sys.path.remove(str(TOOLS))
-MODEL = re.compile(r"\b(load_model|embedded_path|locate_embedded)\(|smollm2|embedded model", re.I)
+MODEL = re.compile(
+    r"\b(load_model|embedded_path|locate_embedded)\(|smollm2|embedded model", re.I
+)
 PROBE = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 
 

@@ -98,8 +98,8 @@ class LayerFrame:
 
 
 class FrameSums:
-    """Sums over the keys of one layer and over the queries that read them: all that its frame is
-    made of. Windows are added one after the other; variances as Chan, Golub and LeVeque
+    """Sums over the keys of one layer and over the queries that read them: all that its frame
+    is made of. Windows are added one after the other; variances as Chan, Golub and LeVeque
     1979."""
 
     def __init__(
@@ -333,8 +333,8 @@ def allocate_layers(
     losses: dict,  # header["losses"] of what measure_sensitivity gave
     budget: float,  # average bits of all keys and values, within those measured
 ) -> list:  # (bits of keys, bits of values) of each layer that is coded
-    """Bits where they are worth most. Raises TypeError/ValueError for a budget that no choice of the
-    measured bits meets."""
+    """Bits where they are worth most. Raises TypeError/ValueError for a budget that no choice
+    of the measured bits meets."""
     curves = [x for pair in zip(losses["key"], losses["value"]) for x in pair]
     sizes = [n for pair in losses["size"] for n in pair]
     bits = losses["bits"]

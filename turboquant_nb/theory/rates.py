@@ -24,6 +24,7 @@ from .codebook import Codebook, lloyd_max
 # %% ../../nbs/15_rates.ipynb #26f0f5ae
 def _per_channel(bits) -> tuple:
     "`bits` as a tuple of integers from 0 to 8, or raise."
+    low, high = 0, 8
     if isinstance(bits, Tensor):
         bits = bits.tolist()
     if isinstance(bits, (str, numbers.Number)) or not hasattr(bits, "__len__"):
@@ -31,8 +32,10 @@ def _per_channel(bits) -> tuple:
     if len(bits) == 0:
         raise ValueError("bits must name at least one channel, got none")
     for j, b in enumerate(bits):
-        if isinstance(b, bool) or not isinstance(b, numbers.Integral) or not 0 <= b <= 8:
-            raise ValueError(f"bits must be integers from 0 to 8, got {b!r} for channel {j}")
+        if isinstance(b, bool) or not isinstance(b, numbers.Integral) or not low <= b <= high:
+            raise ValueError(
+                f"bits must be integers from {low} to {high}, got {b!r} for channel {j}"
+            )
     return tuple(int(b) for b in bits)
 
 
