@@ -14,7 +14,6 @@ transformers = pytest.importorskip("transformers")
 from tests.helpers import (
     BASE,
     covering_pairs,
-    exact_recipe,
     generate,
     logits,
     made,
@@ -32,7 +31,7 @@ from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.hf.frame import find_frame
 from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
+from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.disk import state_of
@@ -260,20 +259,15 @@ def test_maps_are_counted_once():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_neox"])
 def test_every_attention_gives_the_same_tokens(name):
-    """Left-padded, greedy; transformers' own tokens where all states are exact; then a crop, a
-    long chunk and a copy."""
+    "Left-padded, greedy; then a crop, a long chunk and a copy."
     (model, found), inputs = made(name), prompt()
     mask, attentions = inputs["attention_mask"], three(model)[-2:]
-    model.set_attn_implementation("eager")
-    own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     results, ends = [], []
     for attention in attentions:
         cache = with_transforms(model, found, mask=mask)
         results.append(generate(model, inputs, attention, cache=cache)[0])
         for x, m in zip(cache.coded_layers, found.transforms, strict=True):
             assert x.store.key.q.rotation.name == m.name
-        cache = with_transforms(model, found, exact_recipe(), mask)
-        assert torch.equal(generate(model, inputs, attention, cache=cache)[0], own)
         cache = with_transforms(model, found, "k3v3", mask)
         full = torch.cat([mask, torch.ones(3, 41, dtype=torch.long)], 1)
         logits(model, inputs["input_ids"], attention_mask=mask, past_key_values=cache)
@@ -417,18 +411,6 @@ def test_attention_on_codes_is_dense_attention(key, dtype):
             assert error(ops.attend(q, store, *chunk, **call), want, dtype) < 1
 
 
-def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
-    "The mutant: what is right for a rotation."
-    store, k, v = filled(KEYS["fixed"], torch.float32)
-    q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
-    want = dense_attention(
-        q, *plain(store), mask=(torch.arange(360) >= store.start[:, None, None, None])
-    )
-    assert error(attend(q, store), want, torch.float32) < 1
-    monkeypatch.setattr(M.HeadTransform, "query", M.HeadTransform.apply)
-    assert error(attend(q, store), want, torch.float32) > 100
-
-
 # --- odd data
 # --------------------------------------------------------------------------------------
 
@@ -467,18 +449,6 @@ def test_a_text_of_one_token():
     usable(calibrate(model, torch.full((2, 40), 7), shrink=0.0), copy.deepcopy(model))
 
 
-def test_heads_that_say_nothing():
-    "Of keys all heads, of queries those of the first KV head: nothing known, so a rotation."
-    model = copy.deepcopy(made("llama")[0])
-    with torch.no_grad():
-        for n in ("k_proj", "q_proj"):
-            getattr(model.model.layers[0].self_attn, n).weight[:16] = 0
-    found = calibrate(model, texts(4))
-    usable(found, model)
-    p = metric(found.transforms[0])[0]
-    assert (p / p[0, 0] - torch.eye(8)).abs().max() < 0.05
-
-
 @pytest.mark.parametrize("bad", [float("nan"), 1e30])
 def test_states_that_are_not_finite(bad):
     model = copy.deepcopy(made("llama")[0])
@@ -488,26 +458,12 @@ def test_states_that_are_not_finite(bad):
         calibrate(model, texts())
 
 
-def test_maps_that_a_store_cannot_take():
-    "(Chapter 23: of other heads, for values, with a sketch.)"
-    # a recipe is text: it may name what comes later
-    unknown, good = Spec(rotation="map-0123456789abcdef"), M.fit_head_transform(*moments()).name
-    with pytest.raises(ValueError, match="cdef is not known here: load the calibration"):
-        KVStore(Recipe(unknown), 1, 2, 16)
-    with pytest.raises(ValueError, match="is for head size 16, not 8"):
-        KVStore(Recipe(Spec(rotation=good)), 1, 2, 8)
-    coder = Quantizer(Spec(rotation=good), 16)
-    for shape in ((5, 16), (3, 5, 16)):
-        with pytest.raises(ValueError, match=r"a transform of 2 heads takes \[..., 2, n, 16\]"):
-            encode(coder, torch.ones(shape))
-
-
 # --- files
 # -----------------------------------------------------------------------------------------
 
 
 def test_calibrations_come_back_and_others_do_not(tmp_path):
-    "Truncated, changed anywhere, of another kind, missing."
+    "Of another kind, or missing; of what is broken tests/ground/test_files.py has the rest."
     _, found = made("llama")
     path, bad = tmp_path / "c.safetensors", tmp_path / "bad"
     save_calibration(found, path)
@@ -519,18 +475,6 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         assert one.tensors.keys() == other.tensors.keys() == {"mean", "fixed", "pair"}
         assert all(torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
     assert found.frames[0].mean.shape == (2, 8)
-    whole = bytearray(path.read_bytes())
-    head = int.from_bytes(whole[:8], "little")
-    for n in (0, 8, len(whole) - 1):
-        bad.write_bytes(whole[:n])
-        with pytest.raises(ValueError, match="is not a readable calibration"):
-            load_calibration(bad)
-    for at in (0, head // 2, head + 300):
-        changed = bytearray(whole)
-        changed[at] ^= 1
-        bad.write_bytes(changed)
-        with pytest.raises(ValueError, match="not a readable|must have format|was changed"):
-            load_calibration(bad)
     write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 3'"):
         load_calibration(bad)
@@ -580,14 +524,7 @@ def written(folder):
     "Stores and caches with head transforms: {file: tensors}."
     model, found = made("llama")
     inputs, out = prompt(2, 260, padded=False), {}
-    things = {
-        f"store-{n}": filled(KEYS[n], dtype)[0]
-        for n, dtype in (
-            ("rope", torch.bfloat16),
-            ("fraction", torch.float32),
-            ("decay", torch.float16),
-        )
-    }
+    things = {"store-rope": filled(KEYS["rope"], torch.bfloat16)[0]}
     cache = with_transforms(model, found, "k4v3", max_length=280, static=True)
     how = dict(padding=False, disable_compile=True)
     things["cache"] = generate(model, inputs, "turboquant", cache=cache, **how)[1]
@@ -644,10 +581,10 @@ def fresh(tmp_path_factory):
 
 
 def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
-    """Stores and a static cache: every tensor, bit for
-    bit, what they stand for, and what they code next."""
+    """A store and a static cache: every tensor, bit for bit, what they stand for, and what
+    they code next."""
     _, want, got = fresh
-    assert len(want) == 4
+    assert len(want) == 2
     for name, tensors in want.items():
         assert len(tensors) == len(got[name])
         for a, b in zip(tensors, got[name]):
