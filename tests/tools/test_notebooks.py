@@ -151,20 +151,6 @@ def test_no_output_names_a_folder_of_the_machine_that_ran_it():
     assert len(told) > 80 and {name: found for name, found in told.items() if found} == {}
 
 
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        ("no such file: /tmp/tmpab12_x9z/a", True),
-        ("/home/me/x.py:3", True),
-        ("/dev/null", False),
-        ("a/tmp/b", False),
-        ("/tmp", False),
-    ],
-)
-def test_what_is_such_a_folder(text, found):
-    assert bool(FOLDERS.search(text)) is found
-
-
 def test_a_notebook_in_a_folder_is_not_skipped_in_silence(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import check
