@@ -11,27 +11,14 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import (
-    BASE,
-    covering_pairs,
-    generate,
-    logits,
-    made,
-    prompt,
-    random_frame,
-    texts,
-    three,
-    tiny,
-)
+from tests.helpers import BASE, generate, logits, made, prompt, random_frame, texts, three, tiny
 from turboquant_nb.calibration import fit as C
-from turboquant_nb.kernels import ops
 from turboquant_nb.theory import transforms as M
-from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.hf.frame import find_frame
 from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Spec, decode
+from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.disk import state_of
@@ -39,23 +26,6 @@ from turboquant_nb.files import write_file
 from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-
-
-def moments(heads=2, d=16, seed=0, decay=1.5):
-    "Second moments of queries and keys that differ."
-    g = torch.Generator().manual_seed(seed)
-    u = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g, dtype=torch.float64))[0]
-    x = (u * torch.arange(1, d + 1).double().pow(-decay)) @ u.mT
-    return 4 * x[0], 4 * d * x[1]
-
-
-def drawn(moment, *shape, seed=0):
-    "Gaussian vectors [B, H, n, d] of these second moments [H, d, d]."
-    g = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(*shape, moment.shape[-1], generator=g)
-        @ torch.linalg.cholesky(moment + 1e-9 * torch.eye(moment.shape[-1])).float().mT
-    )
 
 
 def metric(transform):
@@ -318,99 +288,6 @@ def test_the_pair_scale_of_a_frame():
     assert {x.key.pair_scale for x in cache.recipes} == {"none"}
 
 
-# --- the law: attention on codes is attention on what they stand for
-# -------------------------------
-
-KEYS = {
-    "fixed": Spec(3, center="fixed"),
-    "rope": Spec(2, center="pre_rope"),
-    "fraction": Spec(2.5, center="fixed"),
-    "sign": Spec(3, residual="sign", center="fixed"),
-    "decay": Spec(4, center="fixed"),
-    "uniform, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
-}
-SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-
-
-def filled(key, dtype, n=360, heads=2, d=16):
-    "(store, keys, values): two rows, one of them padded; a prompt, chunks, single tokens."
-    q, k = moments(heads, d)
-    name = M.fit_head_transform(q, k).name
-    recipe = Recipe(
-        replace(key, rotation=name),
-        Spec(4),
-        sinks=3,
-        recent=9,
-        decay=60 if key == KEYS["decay"] else None,
-    )
-    more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "pre_rope" else {}
-    more["frame"] = random_frame(heads, d, 6 if more else 0)
-    store = KVStore(recipe, 2, heads, d, dtype=dtype, **more)
-    store.set_range(start=torch.tensor([0, 5]))
-    k, v = (
-        x.to(dtype)
-        for x in (
-            drawn(k, 2, heads, n, seed=1) + 1,
-            drawn(0 * k + torch.eye(d), 2, heads, n, seed=2),
-        )
-    )
-    for a, b in ((0, 200), (200, n - 12), *((t, t + 1) for t in range(n - 12, n))):
-        store.append(k[:, :, a:b], v[:, :, a:b])
-    return store, k, v
-
-
-def plain(store):
-    "What the store stands for in fp32, before it is rounded to the model's dtype."
-    out = []
-    for name in ("key", "value"):
-        x = decode(
-            getattr(store, name).q,
-            store.coded(name, 0, store.length),
-            store.center(name, 0, store.length),
-        )
-        states, at = store.exact(name)
-        b, slot = (at >= 0).nonzero(as_tuple=True)
-        x[b, :, at[b, slot]] = states[b, :, slot].float()
-        out.append(x)
-    return out
-
-
-def error(got, want, dtype):
-    "The largest difference, in units of what this dtype may lose."
-    return max(
-        float((got[0].float() - want[0].float()).abs().max() / want[0].abs().max())
-        / SHARP[dtype],
-        float((got[1] - want[1]).abs().max()) / 1e-4,
-    )
-
-
-@pytest.mark.parametrize("key, dtype", covering_pairs([*KEYS], [*SHARP]))
-def test_attention_on_codes_is_dense_attention(key, dtype):
-    store, k, v = filled(KEYS[key], dtype)
-    dense, length = plain(store), store.length
-    for a, b in zip(store.read(), dense):
-        same(a, b.to(dtype))
-    assert (store.key.memory.truncated_tiles > 0) == (key == "decay")
-    for n, sliding_window, softcap in ((1, None, None), (5, 50, None), (3, None, 4.0)):
-        q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=n).to(dtype)
-        at, p = torch.arange(length - n, length)[:, None], torch.arange(length)
-        mask = (
-            (p <= at)
-            & (p >= store.start[:, None, None, None])
-            & (p > at - (sliding_window or length + 1))
-        )
-        call = dict(sliding_window=sliding_window, softcap=softcap)
-        for m in (0, n):  # codes alone, then with the exact chunk
-            kd, vd = (
-                torch.cat([x[:, :, : length - m], c[:, :, length - m :].float()], 2)
-                for x, c in zip(dense, (k, v))
-            )
-            want = dense_attention(q, kd, vd, mask=mask, softcap=softcap)
-            chunk = (k[:, :, -m:], v[:, :, -m:]) if m else ()
-            assert error(attend(q, store, *chunk, **call), want, dtype) < 1
-            assert error(ops.attend(q, store, *chunk, **call), want, dtype) < 1
-
-
 # --- odd data
 # --------------------------------------------------------------------------------------
 
@@ -520,11 +397,27 @@ torch.save(out, "out")
 """
 
 
+def filled(n=360, heads=2, d=16):
+    """A store whose keys have a head transform and a mean before RoPE: two rows, one of them
+    padded; a prompt, a chunk, single tokens. What attention to it gives: tests/kernels."""
+    g = torch.Generator().manual_seed(1)
+    queries, keys = (x @ x.mT for x in torch.randn(2, heads, d, 2 * d, generator=g).double())
+    key = Spec(2, center="pre_rope", rotation=M.fit_head_transform(queries, keys).name)
+    more = dict(inv_freq=0.1 ** torch.arange(3), frame=random_frame(heads, d, 6))
+    recipe = Recipe(key, Spec(4), sinks=3, recent=9)
+    store = KVStore(recipe, 2, heads, d, dtype=torch.bfloat16, **more)
+    store.set_range(start=torch.tensor([0, 5]))
+    k, v = torch.randn(2, 2, heads, n, d, generator=g).bfloat16()
+    for a, b in ((0, 200), (200, n - 12), *((t, t + 1) for t in range(n - 12, n))):
+        store.append(k[:, :, a:b], v[:, :, a:b])
+    return store
+
+
 def written(folder):
     "Stores and caches with head transforms: {file: tensors}."
     model, found = made("llama")
     inputs, out = prompt(2, 260, padded=False), {}
-    things = {"store-rope": filled(KEYS["rope"], torch.bfloat16)[0]}
+    things = {"store": filled()}
     cache = with_transforms(model, found, "k4v3", max_length=280, static=True)
     how = dict(padding=False, disable_compile=True)
     things["cache"] = generate(model, inputs, "turboquant", cache=cache, **how)[1]

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from turboquant_nb import cli
+from turboquant_nb.esm import random_proteins
 from turboquant_nb.evaluation.models import sample_text
 
 SIZE = dict(
@@ -160,7 +161,7 @@ def esm2(tmp_path_factory):
     "A random ESM-2, ten proteins, and another one."
     from transformers import EsmConfig, EsmForMaskedLM
 
-    folder, g = tmp_path_factory.mktemp("esm"), torch.Generator().manual_seed(1)
+    folder = tmp_path_factory.mktemp("esm")
     torch.manual_seed(0)
     sizes = dict(
         hidden_size=64,
@@ -179,10 +180,8 @@ def esm2(tmp_path_factory):
             emb_layer_norm_before=False,
         )
     ).eval().save_pretrained(folder / "model")
-    draw = lambda: "".join(
-        "LAGVSERTIDPKQNFYMHWC"[i] for i in torch.randint(0, 20, (30,), generator=g)
-    )
-    (folder / "many.fasta").write_text("".join(f">p{i}\n{draw()}\n" for i in range(10)))
+    drawn = enumerate(random_proteins(10, 30, 31))
+    (folder / "many.fasta").write_text("".join(f">p{i}\n{x}\n" for i, x in drawn))
     (folder / "one.fasta").write_text(">mine\nMKTAYIAKQRQISF\n")
     return folder
 

@@ -64,13 +64,6 @@ def test_prices(call, recipe, nominal, costs, words):
     assert words in call("recipe", recipe.to_json())[2]
 
 
-@pytest.mark.parametrize("text, bits", [("2.5", 2.5), ("3.0", 3)])
-def test_bits_option(call, text, bits):
-    code, out, _ = call("recipe k4v3", "--bits", text)
-    got = Recipe.from_json(out)
-    assert code == 0 and got == as_recipe("k4v3", bits) and type(got.key.bits) is type(bits)
-
-
 def test_price_is_what_is_stored():
     for recipe in (
         as_recipe("k4v3", 2.5),

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from turboquant_nb import Recipe, Spec
-from turboquant_nb.quant.recipe import as_recipe
 from turboquant_nb.esm import (
     TurboEsm,
     calibrate_esm,
@@ -65,13 +63,6 @@ def test_the_head_of_a_folding_model_reads_its_trunk(model):
     assert turbo.prefill(torch.tensor([[0, 5, 6, 2]])).logits is None
 
 
-def test_a_recipe_in_one_pass():
-    for recipe in ("k3v3", "k2v2-trellis", Recipe(Spec(3), Spec(2, "haar"), 4, 16)):
-        assert in_one_pass(recipe) == replace(as_recipe(recipe), sinks=0, recent=0)
-    with pytest.raises(ValueError):
-        in_one_pass("k9v9")
-
-
 def test_letters():
     assert check_letters("acx") == "ACX" and len(check_letters("A" * 1022)) == 1022
     for letters, why in (("ACU", "p1 must be .* got 'U' at 3"), ("A C", "got ' ' at 2")):
@@ -83,20 +74,8 @@ def chain(n=30, seed=0):
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed)).cumsum(0) * 2
 
 
-def motion(seed):
-    g = torch.Generator().manual_seed(seed)
-    Q = torch.linalg.qr(torch.randn(3, 3, generator=g))[0]
-    return Q * Q.det().sign(), 10 * torch.randn(3, generator=g)
-
-
-def test_superposition_is_the_best_one():
-    "No other motion near it is better; and by hand: a square drawn out along one axis."
-    x, y = chain(seed=1), chain(seed=2)
-    best = rmsd(x, y)
-    x0, y0 = x - x.mean(0), y - y.mean(0)
-    for seed in range(200):
-        Q, _ = motion(seed)
-        assert float((x0 - y0 @ Q).square().sum(1).mean().sqrt()) > best - 1e-5
+def test_superposition_by_hand():
+    "A square drawn out along one axis."
     square = torch.tensor([[1.0, 1, 0], [1, -1, 0], [-1, 1, 0], [-1, -1, 0]])
     assert math.isclose(rmsd(square, square * torch.tensor([1.5, 1, 1])), 0.5, rel_tol=1e-6)
 

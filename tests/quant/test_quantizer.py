@@ -132,7 +132,6 @@ def test_all_specs(rotation, scale, table, dtype, gen):
             and int(c.codes.max()) < 2**bits
         )
         assert c.scale.shape == x.shape[:-1] and c.scale.dtype == getattr(torch, scale_dtype)
-        same(encode(q, x.float()).codes, c.codes)  # computed in fp32 whatever comes
         y = decode(q, c, dtype=dtype)
         assert y.dtype == dtype and y.shape == x.shape
         bound = {1: 0.75, 2: 0.45, 3: 0.27, 4: 0.16}[bits] * (
@@ -202,22 +201,6 @@ def test_decode_refuses():
 # ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_scales_do_what_they_promise(bits, gen):
-    "mse: no other factor is nearer. unbiased: ⟨x, x̂⟩ = ‖x‖² for every vector."
-    x = torch.randn(500, 64, generator=gen)
-    make = lambda scale: Quantizer(Spec(bits, scale=scale, scale_dtype="float32"), 64)
-    norm, mse, fair = (
-        (decode(make(s), encode(make(s), x))) for s in ("norm", "mse", "unbiased")
-    )
-    error = lambda y: (y - x).square().sum(1)
-    for y in (norm, fair, mse * 1.01, mse * 0.99):
-        assert (error(mse) <= error(y) * (1 + 1e-5)).all()
-    assert torch.allclose((fair * x).sum(1), x.square().sum(1), rtol=1e-4)
-    shrink = ((norm * x).sum(1) / x.square().sum(1)).mean()
-    assert abs(float(shrink) - (1 - lloyd_max(bits, 64).mse)) < 0.01
-
-
 def test_work_is_vectorised(gen):
     """2 M look-ups: the number of operators depends on blocks of 8,192 vectors, never on
     vectors or channels."""
@@ -233,22 +216,6 @@ def test_work_is_vectorised(gen):
             encode(q, x[:n])
         calls.append(count.n)
     assert calls[0] < 600 and calls[1] < 3 * calls[0]
-
-
-def test_rows_are_decided_each_for_itself():
-    """`decided`: most coordinates are, one on an edge is not, and a row of another size beside
-    it changes nothing."""
-    q = Quantizer(Spec(3, rotation="haar"), 16)
-    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([decided(q, row[None]) for row in x])
-    assert alone.float().mean() > 0.9
-    assert torch.equal(
-        decided(q, x * 10.0 ** torch.arange(-5, 5).repeat(4)[:, None]),
-        torch.cat([decided(q, row[None] * 10.0 ** (i % 10 - 5)) for i, row in enumerate(x)]),
-    )
-    plain = Quantizer(Spec(2, rotation="identity"), 16)  # whose middle edge is 0
-    x[:, 3] = 0
-    assert not decided(plain, x)[:, 3].any() and decided(plain, x)[:, 4:].float().mean() > 0.9
 
 
 def test_a_scale_may_be_as_large_as_its_dtype():

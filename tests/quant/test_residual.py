@@ -17,7 +17,6 @@ from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DIMS = (None, 2, 3, 16, 64, 256)
 
 
 def prod(bits=3, d=64, kind="gaussian", **kw):
@@ -27,23 +26,6 @@ def prod(bits=3, d=64, kind="gaussian", **kw):
 
 # --- the sign stage
 # ------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("d", DIMS)
-@pytest.mark.parametrize("bits", (2, 3, 5, 8))
-def test_sign_table_is_a_nearest_level_code(bits, d):
-    base, t = lloyd_max(bits - 1, d), sign_codebook(bits, d)
-    step = math.sqrt(sign_gain(base))
-    assert t.levels.shape == (2**bits,) and t.edges.shape == (2**bits - 1,) and t.bits == bits
-    assert (t.levels.diff() > 0).all() and (t.edges.diff() > 0).all()
-    union = np.sort(
-        np.concatenate([base.levels64, (base.levels64[1:] + base.levels64[:-1]) / 2])
-    )
-    np.testing.assert_allclose(t.edges.double().numpy(), union, atol=2e-6)
-    np.testing.assert_allclose(
-        np.sort(np.concatenate([base.levels64 - step, base.levels64 + step])), t.levels64
-    )
-    assert abs(t.probs.sum() - 1) < 1e-12
-    assert t.mse == pytest.approx(base.mse - step**2, abs=1e-12)
-    assert t.mse >= lloyd_max(bits, d).mse - 1e-12
 
 
 def test_sign_table_is_cached_and_other_bases():
