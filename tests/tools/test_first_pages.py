@@ -5,7 +5,6 @@ measured sentence of the guide is put together here from those files."""
 import importlib
 import json
 import re
-import sys
 from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
@@ -20,7 +19,7 @@ from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.recipe import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "tools"))
+import check
 import make_readme
 import notebooks as notebook_tools
 
@@ -93,11 +92,8 @@ def test_every_number_is_printed_by_a_cell_or_is_a_setting():
     assert unaccounted(README) == []
 
 
-def test_another_home_of_the_repository_is_seen(monkeypatch):
+def test_another_home_of_the_repository_is_seen():
     "Owner and repository are those of settings.ini, wherever an address is written."
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import check
-
     cfg = check.settings()
     own = f"https://github.com/{cfg['user']}/{cfg['repo']} https://{cfg['user']}.github.io/{cfg['repo']}/a.html"
     assert check.other_homes(own) == []
