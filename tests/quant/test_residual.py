@@ -127,16 +127,6 @@ def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
     assert decode(q, coded, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_sketch_is_shared_seeded_and_leaves_the_rng_alone():
-    before = torch.get_rng_state()
-    a, b, c = prod(seed=1), prod(seed=1, bits=4), prod(seed=2)
-    assert a.code.sketch is b.code.sketch
-    assert not torch.equal(a.code.sketch, c.code.sketch)
-    assert torch.equal(before, torch.get_rng_state())
-    with torch.inference_mode():
-        assert not prod(d=22, seed=3).code.sketch.is_inference()
-
-
 def test_refusals(gen):
     q, x = prod(), torch.randn(3, 64, generator=gen)
     for spec in (Spec(bits=3), Spec(bits=3, residual="sign")):

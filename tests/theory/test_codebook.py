@@ -157,24 +157,6 @@ def test_rates_and_distortions_by_hand():
             assert codebook.high_rate_mse(bits, d) == pytest.approx(want, rel=near)
 
 
-@pytest.mark.parametrize("d", [None, 16])
-def test_a_table_of_given_levels_is_that_table(d):
-    """`from_levels` of Lloyd and Max's levels has their cells, means and distortion, and names
-    the law."""
-    want = lloyd_max(3, d)
-    got = codebook.from_levels(want.levels, d)
-    assert (
-        torch.equal(got.levels, want.levels)
-        and torch.equal(got.edges, want.edges)
-        and got.mse == pytest.approx(want.mse, rel=1e-6)
-    )
-    assert (got.bits, got.law, got.dim) == (
-        3,
-        want.law,
-        want.dim,
-    ) and got.probs == pytest.approx(want.probs, rel=1e-5)
-
-
 def test_the_worst_cell_is_split_at_its_mean():
     """Not the farthest from 0, and not the widest: that of the largest squared error; an empty
     cell is dropped first."""

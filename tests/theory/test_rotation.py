@@ -14,7 +14,6 @@ from turboquant_nb.theory.rotation import (
     haar,
     hadamard,
     hadamard_factors,
-    hadamard_form,
     hadamard_matrix,
     make_rotation,
     paley,
@@ -135,31 +134,6 @@ def test_to_and_copies():
     with pytest.raises(AttributeError):
         r.d = 9
     assert isinstance(r, Rotation)
-
-
-def test_forms():
-    want = {
-        1: "sylvester",
-        128: "sylvester",
-        12: "paley",
-        36: "paley",
-        24: "kronecker",
-        112: "kronecker",
-        3: "block",
-        52: "block",
-        127: "block",
-    }
-    assert {d: hadamard_form(d) for d in want} == want
-    assert (
-        make_rotation("hadamard", 96).form == "kronecker"
-        and make_rotation("haar", 96).form == "haar"
-    )
-    assert (
-        hadamard_factors(96) == (12, 2, 2, 2)
-        and hadamard_factors(112) == (28, 2, 2)
-        and hadamard_factors(90) is None
-    )
-    assert block_order(127) == 124 and block_order(96) == 96 and block_order(3) == 2
 
 
 def test_orders_that_cannot_be_built():

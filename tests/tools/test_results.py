@@ -134,14 +134,6 @@ def test_a_script_refuses_at_its_start(repo, capsys):
     )
 
 
-def test_a_draft_of_a_clean_tree_is_not_shown_either(repo):
-    results.write(
-        parsed(["--out", str(repo / "a.json"), "--draft"]), "example", [{"bits": 3}], *FIXED
-    )
-    with pytest.raises(ValueError, match="is a draft"):
-        results.load(repo / "a.json")
-
-
 def test_the_code_is_that_of_the_start(repo):
     a, old = parsed(["--out", str(repo / "a.json")]), head(repo)
     (repo / "scripts/x.py").write_text("2")
