@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from turboquant_nb import cli
-from turboquant_nb.esm import random_proteins
 from turboquant_nb.evaluation.models import sample_text
 
 SIZE = dict(
@@ -161,7 +160,7 @@ def esm2(tmp_path_factory):
     "A random ESM-2, ten proteins, and another one."
     from transformers import EsmConfig, EsmForMaskedLM
 
-    folder = tmp_path_factory.mktemp("esm")
+    folder, g = tmp_path_factory.mktemp("esm"), torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     sizes = dict(
         hidden_size=64,
@@ -180,8 +179,10 @@ def esm2(tmp_path_factory):
             emb_layer_norm_before=False,
         )
     ).eval().save_pretrained(folder / "model")
-    drawn = enumerate(random_proteins(10, 30, 31))
-    (folder / "many.fasta").write_text("".join(f">p{i}\n{x}\n" for i, x in drawn))
+    draw = lambda: "".join(
+        "LAGVSERTIDPKQNFYMHWC"[i] for i in torch.randint(0, 20, (30,), generator=g)
+    )
+    (folder / "many.fasta").write_text("".join(f">p{i}\n{draw()}\n" for i in range(10)))
     (folder / "one.fasta").write_text(">mine\nMKTAYIAKQRQISF\n")
     return folder
 
