@@ -12,12 +12,7 @@ transformers = pytest.importorskip("transformers")
 from tests.helpers import generate, logits, made, prompt, texts, tiny
 from turboquant_nb.calibration import sensitivity as A, fit as C
 from turboquant_nb.calibration.sensitivity import measure_sensitivity
-from turboquant_nb.quant.calibration import (
-    Calibration,
-    allocate_layers,
-    apply_bit_budget,
-    save_calibration,
-)
+from turboquant_nb.quant.calibration import allocate_layers, save_calibration
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import score
 from turboquant_nb.hf import TurboQuantCache
@@ -145,37 +140,6 @@ def test_a_layer_that_does_not_matter_gets_no_bits():
     assert allocate_layers(losses, 2.5 if len(losses["key"]) == 2 else 2.25)[0] == (2, 2)
 
 
-def test_budgets_never_overspend():
-    """For any curves and sizes: whole bits that were measured, at most the budget, and no
-    affordable step that would gain is left."""
-    g = torch.Generator().manual_seed(1)
-    for _ in range(200):
-        n = int(torch.randint(1, 6, (), generator=g))
-        bits = sorted({int(b) for b in torch.randint(1, 5, (3,), generator=g)})
-        curve = lambda: torch.rand(len(bits), generator=g).double().tolist()
-        sizes = (16 * torch.randint(1, 9, (n, 2), generator=g)).tolist()
-        losses = dict(
-            bits=bits,
-            key=[curve() for _ in range(n)],
-            value=[curve() for _ in range(n)],
-            size=sizes,
-        )
-        budget = bits[0] + float(torch.rand((), generator=g)) * (bits[-1] - bits[0])
-        got = allocate_layers(losses, budget)
-        spent = sum(b * s for pair, size in zip(got, sizes) for b, s in zip(pair, size))
-        left = budget * sum(map(sum, sizes)) - spent
-        assert left > -1e-3 and {b for pair in got for b in pair} <= {*bits}
-        for i, pair in enumerate(got):
-            for side, (b, size) in enumerate(zip(pair, sizes[i])):
-                line = losses[("key", "value")[side]][i]
-                gains = [
-                    line[bits.index(b)] - line[bits.index(x)]
-                    for x in bits
-                    if x > b and (x - b) * size <= left - 1e-3
-                ]
-                assert all(x <= 0 for x in gains)
-
-
 def test_what_is_refused():
     model, calibration = made("llama")
     found = measure_sensitivity(model, texts(1, 32), bits=(2, 4))
@@ -211,10 +175,3 @@ def test_a_budget_that_is_met_exactly_is_not_lost_to_rounding():
     assert 2.05 * 100 < 205
     assert allocate_layers(losses, 2.05) == [(3, 2)]
     assert allocate_layers(losses, 2.0499) == [(2, 2)]
-
-
-def test_a_trellis_gets_a_table_for_its_fourth_bit():
-    losses = dict(bits=[2, 3, 4], key=[[9.0, 8.0, 1.0]], value=[[0.1, 0.0, 0.0]], size=[[4, 4]])
-    recipe = Recipe(Spec(2, codebook="trellis"), Spec(2, codebook="trellis"))
-    (got,) = apply_bit_budget([recipe], Calibration([], {"losses": losses}), 3)
-    assert got.key == Spec(4) and got.value == Spec(2, codebook="trellis")

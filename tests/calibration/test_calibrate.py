@@ -11,53 +11,21 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import (
-    BASE,
-    covering_pairs,
-    exact_recipe,
-    generate,
-    logits,
-    made,
-    prompt,
-    random_frame,
-    texts,
-    three,
-    tiny,
-)
+from tests.helpers import BASE, generate, logits, made, prompt, random_frame, texts, three, tiny
 from turboquant_nb.calibration import fit as C
-from turboquant_nb.kernels import ops
 from turboquant_nb.theory import transforms as M
-from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.calibration.fit import calibrate, collect
 from turboquant_nb.hf.frame import find_frame
 from turboquant_nb.quant.calibration import load_calibration, save_calibration
 from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
+from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
-from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.files import write_file
 from turboquant_nb.testing import same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-
-
-def moments(heads=2, d=16, seed=0, decay=1.5):
-    "Second moments of queries and keys that differ."
-    g = torch.Generator().manual_seed(seed)
-    u = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g, dtype=torch.float64))[0]
-    x = (u * torch.arange(1, d + 1).double().pow(-decay)) @ u.mT
-    return 4 * x[0], 4 * d * x[1]
-
-
-def drawn(moment, *shape, seed=0):
-    "Gaussian vectors [B, H, n, d] of these second moments [H, d, d]."
-    g = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(*shape, moment.shape[-1], generator=g)
-        @ torch.linalg.cholesky(moment + 1e-9 * torch.eye(moment.shape[-1])).float().mT
-    )
 
 
 def metric(transform):
@@ -261,20 +229,15 @@ def test_maps_are_counted_once():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_neox"])
 def test_every_attention_gives_the_same_tokens(name):
-    """Left-padded, greedy; transformers' own tokens where all states are exact; then a crop, a
-    long chunk and a copy."""
+    "Left-padded, greedy; then a crop, a long chunk and a copy."
     (model, found), inputs = made(name), prompt()
     mask, attentions = inputs["attention_mask"], three(model)[-2:]
-    model.set_attn_implementation("eager")
-    own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     results, ends = [], []
     for attention in attentions:
         cache = with_transforms(model, found, mask=mask)
         results.append(generate(model, inputs, attention, cache=cache)[0])
         for x, m in zip(cache.coded_layers, found.transforms, strict=True):
             assert x.store.key.q.rotation.name == m.name
-        cache = with_transforms(model, found, exact_recipe(), mask)
-        assert torch.equal(generate(model, inputs, attention, cache=cache)[0], own)
         cache = with_transforms(model, found, "k3v3", mask)
         full = torch.cat([mask, torch.ones(3, 41, dtype=torch.long)], 1)
         logits(model, inputs["input_ids"], attention_mask=mask, past_key_values=cache)
@@ -325,117 +288,6 @@ def test_the_pair_scale_of_a_frame():
     assert {x.key.pair_scale for x in cache.recipes} == {"none"}
 
 
-# --- the law: attention on codes is attention on what they stand for
-# -------------------------------
-
-KEYS = {
-    "fixed": Spec(3, center="fixed"),
-    "rope": Spec(2, center="pre_rope"),
-    "fraction": Spec(2.5, center="fixed"),
-    "sign": Spec(3, residual="sign", center="fixed"),
-    "decay": Spec(4, center="fixed"),
-    "uniform, float32": Spec(3, codebook="uniform", scale="unbiased", scale_dtype="float32"),
-}
-SHARP = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-
-
-def filled(key, dtype, n=360, heads=2, d=16):
-    "(store, keys, values): two rows, one of them padded; a prompt, chunks, single tokens."
-    q, k = moments(heads, d)
-    name = M.fit_head_transform(q, k).name
-    recipe = Recipe(
-        replace(key, rotation=name),
-        Spec(4),
-        sinks=3,
-        recent=9,
-        decay=60 if key == KEYS["decay"] else None,
-    )
-    more = dict(inv_freq=0.1 ** torch.arange(3)) if key.center == "pre_rope" else {}
-    more["frame"] = random_frame(heads, d, 6 if more else 0)
-    store = store_class(recipe)(recipe, 2, heads, d, dtype=dtype, **more)
-    store.set_range(start=torch.tensor([0, 5]))
-    k, v = (
-        x.to(dtype)
-        for x in (
-            drawn(k, 2, heads, n, seed=1) + 1,
-            drawn(0 * k + torch.eye(d), 2, heads, n, seed=2),
-        )
-    )
-    for a, b in ((0, 200), (200, n - 12), *((t, t + 1) for t in range(n - 12, n))):
-        store.append(k[:, :, a:b], v[:, :, a:b])
-    return store, k, v
-
-
-def plain(store):
-    "What the store stands for in fp32, before it is rounded to the model's dtype."
-    out = []
-    for name in ("key", "value"):
-        x = torch.cat(
-            [
-                decode(
-                    getattr(run, name).q,
-                    run.coded(name, run.offset, run.length),
-                    run.center(name, run.offset, run.length),
-                )
-                for run in store.runs
-            ],
-            2,
-        )
-        states, at = store.exact(name)
-        b, slot = (at >= 0).nonzero(as_tuple=True)
-        x[b, :, at[b, slot]] = states[b, :, slot].float()
-        out.append(x)
-    return out
-
-
-def error(got, want, dtype):
-    "The largest difference, in units of what this dtype may lose."
-    return max(
-        float((got[0].float() - want[0].float()).abs().max() / want[0].abs().max())
-        / SHARP[dtype],
-        float((got[1] - want[1]).abs().max()) / 1e-4,
-    )
-
-
-@pytest.mark.parametrize("key, dtype", covering_pairs([*KEYS], [*SHARP]))
-def test_attention_on_codes_is_dense_attention(key, dtype):
-    store, k, v = filled(KEYS[key], dtype)
-    dense, length = plain(store), store.length
-    for a, b in zip(store.read(), dense):
-        same(a, b.to(dtype))
-    assert (store.offset > 0) == (key == "decay")
-    for n, sliding_window, softcap in ((1, None, None), (5, 50, None), (3, None, 4.0)):
-        q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, n, seed=n).to(dtype)
-        at, p = torch.arange(length - n, length)[:, None], torch.arange(length)
-        mask = (
-            (p <= at)
-            & (p >= store.start[:, None, None, None])
-            & (p > at - (sliding_window or length + 1))
-        )
-        call = dict(sliding_window=sliding_window, softcap=softcap)
-        for m in (0, n):  # codes alone, then with the exact chunk
-            kd, vd = (
-                torch.cat([x[:, :, : length - m], c[:, :, length - m :].float()], 2)
-                for x, c in zip(dense, (k, v))
-            )
-            want = dense_attention(q, kd, vd, mask=mask, softcap=softcap)
-            chunk = (k[:, :, -m:], v[:, :, -m:]) if m else ()
-            assert error(attend(q, store, *chunk, **call), want, dtype) < 1
-            assert error(ops.attend(q, store, *chunk, **call), want, dtype) < 1
-
-
-def test_the_law_fails_for_a_query_that_is_rotated_like_a_key(monkeypatch):
-    "The mutant: what is right for a rotation."
-    store, k, v = filled(KEYS["fixed"], torch.float32)
-    q = drawn(moments()[0].repeat(2, 1, 1), 2, 4, 1)
-    want = dense_attention(
-        q, *plain(store), mask=(torch.arange(360) >= store.start[:, None, None, None])
-    )
-    assert error(attend(q, store), want, torch.float32) < 1
-    monkeypatch.setattr(M.HeadTransform, "query", M.HeadTransform.apply)
-    assert error(attend(q, store), want, torch.float32) > 100
-
-
 # --- odd data
 # --------------------------------------------------------------------------------------
 
@@ -474,18 +326,6 @@ def test_a_text_of_one_token():
     usable(calibrate(model, torch.full((2, 40), 7), shrink=0.0), copy.deepcopy(model))
 
 
-def test_heads_that_say_nothing():
-    "Of keys all heads, of queries those of the first KV head: nothing known, so a rotation."
-    model = copy.deepcopy(made("llama")[0])
-    with torch.no_grad():
-        for n in ("k_proj", "q_proj"):
-            getattr(model.model.layers[0].self_attn, n).weight[:16] = 0
-    found = calibrate(model, texts(4))
-    usable(found, model)
-    p = metric(found.transforms[0])[0]
-    assert (p / p[0, 0] - torch.eye(8)).abs().max() < 0.05
-
-
 @pytest.mark.parametrize("bad", [float("nan"), 1e30])
 def test_states_that_are_not_finite(bad):
     model = copy.deepcopy(made("llama")[0])
@@ -495,26 +335,12 @@ def test_states_that_are_not_finite(bad):
         calibrate(model, texts())
 
 
-def test_maps_that_a_store_cannot_take():
-    "(Chapter 23: of other heads, for values, with a sketch.)"
-    # a recipe is text: it may name what comes later
-    unknown, good = Spec(rotation="map-0123456789abcdef"), M.fit_head_transform(*moments()).name
-    with pytest.raises(ValueError, match="cdef is not known here: load the calibration"):
-        KVStore(Recipe(unknown), 1, 2, 16)
-    with pytest.raises(ValueError, match="is for head size 16, not 8"):
-        KVStore(Recipe(Spec(rotation=good)), 1, 2, 8)
-    coder = Quantizer(Spec(rotation=good), 16)
-    for shape in ((5, 16), (3, 5, 16)):
-        with pytest.raises(ValueError, match=r"a transform of 2 heads takes \[..., 2, n, 16\]"):
-            encode(coder, torch.ones(shape))
-
-
 # --- files
 # -----------------------------------------------------------------------------------------
 
 
 def test_calibrations_come_back_and_others_do_not(tmp_path):
-    "Truncated, changed anywhere, of another kind, missing."
+    "Of another kind, or missing; of what is broken tests/ground/test_files.py has the rest."
     _, found = made("llama")
     path, bad = tmp_path / "c.safetensors", tmp_path / "bad"
     save_calibration(found, path)
@@ -526,18 +352,6 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         assert one.tensors.keys() == other.tensors.keys() == {"mean", "fixed", "pair"}
         assert all(torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
     assert found.frames[0].mean.shape == (2, 8)
-    whole = bytearray(path.read_bytes())
-    head = int.from_bytes(whole[:8], "little")
-    for n in (0, 8, len(whole) - 1):
-        bad.write_bytes(whole[:n])
-        with pytest.raises(ValueError, match="is not a readable calibration"):
-            load_calibration(bad)
-    for at in (0, head // 2, head + 300):
-        changed = bytearray(whole)
-        changed[at] ^= 1
-        bad.write_bytes(changed)
-        with pytest.raises(ValueError, match="not a readable|must have format|was changed"):
-            load_calibration(bad)
     write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
     with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 3'"):
         load_calibration(bad)
@@ -583,18 +397,27 @@ torch.save(out, "out")
 """
 
 
+def filled(n=360, heads=2, d=16):
+    """A store whose keys have a head transform and a mean before RoPE: two rows, one of them
+    padded; a prompt, a chunk, single tokens. What attention to it gives: tests/kernels."""
+    g = torch.Generator().manual_seed(1)
+    queries, keys = (x @ x.mT for x in torch.randn(2, heads, d, 2 * d, generator=g).double())
+    key = Spec(2, center="pre_rope", rotation=M.fit_head_transform(queries, keys).name)
+    more = dict(inv_freq=0.1 ** torch.arange(3), frame=random_frame(heads, d, 6))
+    recipe = Recipe(key, Spec(4), sinks=3, recent=9)
+    store = KVStore(recipe, 2, heads, d, dtype=torch.bfloat16, **more)
+    store.set_range(start=torch.tensor([0, 5]))
+    k, v = torch.randn(2, 2, heads, n, d, generator=g).bfloat16()
+    for a, b in ((0, 200), (200, n - 12), *((t, t + 1) for t in range(n - 12, n))):
+        store.append(k[:, :, a:b], v[:, :, a:b])
+    return store
+
+
 def written(folder):
     "Stores and caches with head transforms: {file: tensors}."
     model, found = made("llama")
     inputs, out = prompt(2, 260, padded=False), {}
-    things = {
-        f"store-{n}": filled(KEYS[n], dtype)[0]
-        for n, dtype in (
-            ("rope", torch.bfloat16),
-            ("fraction", torch.float32),
-            ("decay", torch.float16),
-        )
-    }
+    things = {"store": filled()}
     cache = with_transforms(model, found, "k4v3", max_length=280, static=True)
     how = dict(padding=False, disable_compile=True)
     things["cache"] = generate(model, inputs, "turboquant", cache=cache, **how)[1]
@@ -651,10 +474,10 @@ def fresh(tmp_path_factory):
 
 
 def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
-    """Stores and a static cache: every tensor, bit for
-    bit, what they stand for, and what they code next."""
+    """A store and a static cache: every tensor, bit for bit, what they stand for, and what
+    they code next."""
     _, want, got = fresh
-    assert len(want) == 4
+    assert len(want) == 2
     for name, tensors in want.items():
         assert len(tensors) == len(got[name])
         for a, b in zip(tensors, got[name]):

@@ -4,7 +4,6 @@ command is a file."""
 import inspect
 import json
 import os
-import re
 import subprocess
 import sys
 from importlib import metadata
@@ -59,12 +58,6 @@ def whales(ask: Whales, output: Output) -> None:
     assert "Count whales." in call("--help")[1] and "turboquant whales" in out
 
 
-def test_the_commands_are_the_files_of_the_folder():
-    "None is named in a list that could lack one."
-    known = {x.name for x in conventions.app.registered_commands}
-    assert {"calibrate", "chat", "demo", "generate", "plan", "serve", "web"} <= known
-
-
 SAID_AT_ONCE = (  # lines, exit code, and what is not loaded for them
     (["--help", "recipe --help"], 0, "torch transformers numpy scipy"),
     (["generate", "generate --file none", "generate --prompt="], 2, "torch transformers"),
@@ -104,16 +97,6 @@ def test_what_is_said_at_once_loads_nothing_heavy():
     assert not done.returncode, done.stderr
 
 
-def test_an_import_that_waits_says_what_is_missing():
-    found = conventions.lazy("no.such.module", lambda: "it needs nowhere: pip install nowhere")
-    with pytest.raises(ImportError, match="pip install nowhere"):
-        found.anything
-    with pytest.raises(ImportError, match="No module named 'no'"):
-        conventions.lazy("no.such.module").anything
-    assert not hasattr(found, "__wrapped__")  # what tools ask of every object imports nothing
-    assert conventions.lazy("json").dumps([1]) == "[1]"
-
-
 def test_version_and_main_help(call):
     assert call("--version")[:2] == (0, f"turboquant {metadata.version('turboquant-nb')}\n")
     code, out, _ = call("--help")
@@ -127,72 +110,6 @@ def test_a_command_of_commands_alone_shows_its_help(call, line):
     code, out, err = call(line)
     assert (code, err) == (0, "") and out == call(f"{line} --help")[1]
     assert f"Usage: {f'turboquant {line}'.strip()} [OPTIONS] COMMAND" in out
-
-
-@pytest.mark.parametrize(
-    "line, options",
-    [
-        ("demo", ["--new-tokens N", "--score-tokens N", "--calibration FILE_OR_HUB_ID"]),
-        ("", ["--install-completion", "generate"]),
-    ],
-)
-def test_help_of_a_narrow_terminal_names_every_option(call, monkeypatch, line, options):
-    "At 40 columns panels showed --new-to… and --calibr…."
-    monkeypatch.setenv("COLUMNS", "40")
-    code, out, _ = call(f"{line} --help")
-    assert code == 0 and all(x in out for x in options) and not re.search("--[a-z-]*…", out)
-    assert "\n\nexample:" in out
-
-
-MODEL, SHARED = "--model --dtype --device", "--json --quiet -q --debug --help -h"
-
-
-CHANGES = "--bits --sinks --recent --calibration --budget"
-
-
-EVAL = f"--recipe --against {CHANGES} --batch --out --plot {MODEL} {SHARED}"
-
-
-OPTIONS = {  # every option that a command line could have before there was typer
-    "demo": (
-        "--recipes --new-tokens --score-tokens --quick --calibration --budget --attention "
-        f"{MODEL} {SHARED}"
-    ),
-    "generate": (
-        f"- --prompt --file --recipe {CHANGES} --max-new-tokens --max-length --prefill-chunk "
-        "--sample --temperature --top-p --seed --chat --no-chat --compare --attention "
-        f"--offload --gpu-memory {MODEL} {SHARED}"
-    ),
-    "eval ppl": f"--text --windows --length --prompt --protocol {EVAL}",
-    "eval logits": f"--text --windows --length --prompt --protocol {EVAL}",
-    "eval attention": f"--text --windows --length --prompt {EVAL}",
-    "calibrate": (
-        "--out --text --windows --length --layers --frame --no-transforms "
-        f"--no-maps --fasta --recipe --held-out {MODEL} {SHARED}"
-    ),
-    "recipe": f"RECIPE --bits --sinks --recent {SHARED}",
-    "variants": f"--fasta --mutations --code --method --model --device {SHARED}",
-    "plan": (
-        "--model --context --batch --gpu --weights --bits-of-weights --reserve --recipe "
-        f"{SHARED}"
-    ),
-    "chat": (
-        f"--recipe {CHANGES} --system --load --max-new-tokens --max-length --prefill-chunk "
-        f"--sample --temperature --top-p --seed --chat --no-chat --attention {MODEL} {SHARED}"
-    ),
-    "embed": f"--out --of --fasta --code --batch --model --device {SHARED}",
-    "fold-protein": f"LETTERS|FILE --model --pdb --recipe --code --device {SHARED}",
-    "contacts": f"--above --apart --fasta --code --batch --out --model --device {SHARED}",
-}
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_every_option_is_there_and_shown(call, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "200")
-    code, out, err = call(*command.split(), "--help")
-    words = out.replace("│", " ").replace(",", " ").split()
-    assert code == 0 and err == "" and set(OPTIONS[command].split()) <= set(words)
-    assert f"turboquant {command}" in out.split("example:")[1]
 
 
 def test_the_name_of_every_option_is_told_to_typer():

@@ -11,29 +11,6 @@ from .test_output import SHORT
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_calibrate_writes_maps_that_the_other_commands_take(call, plain, tmp_path):
-    """One file for demo, generate and eval; what is missing or of another model is said in one
-    line."""
-    file = tmp_path / "maps.safetensors"
-    code, out, err = call(
-        f"calibrate --model {plain} --windows 2 --length 64 --out {file} --json --quiet"
-    )
-    about = json.loads(out)
-    assert (
-        code == 0
-        and err == ""
-        and about["tokens"] == 2 * 60
-        and len(about["gain"]) == about["about"]["layers"]
-        and file.stat().st_size > 0
-    )
-    shared = f"--model {plain} --quiet --json --calibration {file}"
-    code, out, _ = call(f"eval ppl {SHORT} {shared} --recipe k3v3 --against k3v3")
-    found = {r["cache"]: "map-" in json.dumps(r["recipe"]) for r in json.loads(out)["rows"]}
-    assert code == 0 and found["k3v3 + transforms"] and not found["k3v3"]
-    code, out, _ = call(f"generate --max-new-tokens 3 --prompt a {shared}")
-    assert code == 0 and "map-" in json.dumps(json.loads(out)["cache"]["recipe"])
-
-
 @pytest.mark.parametrize("more, maps", [("--no-maps", False), ("", True)])
 def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path, more, maps):
     "With key transforms and without."

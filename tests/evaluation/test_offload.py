@@ -125,17 +125,8 @@ def test_generate_from_the_disk(folder, capsys):
         found[1]["offload"]["to"] == "disk"
         and found[1]["offload"]["offloaded"] > 0 == found[2]["offload"]["offloaded"]
     )
-    for more, words in (
-        (["--offload", "tape"], "tape"),
-        (["--gpu-memory", "1GB"], "only with --offload"),
-        (["--offload", "disk", "--gpu-memory", "12"], "a number and a unit"),
-        (["--offload", "cpu", "--device", "cpu"], "--offload disk"),
-        (["--offload", "disk", "--gpu-memory", "10B", "--quiet"], "room is 10"),
-        (["--offload", "disk", "--model", "x.gguf"], "GGUF"),
-    ):
-        assert cli.main([*ask, *more]) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.splitlines()[-1].startswith("turboquant") and words in err
+    assert cli.main([*ask, "--offload", "disk", "--model", "x.gguf"]) == 2
+    assert "GGUF" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fraction, want", [(1.0, 34e9), (0.5, 30e9), (0.15, 2e9)])

@@ -51,6 +51,15 @@ def run(*args):
     return json.loads(next(x for x in done.stdout.splitlines() if x.startswith("RESULT "))[7:])
 
 
+def right(tmp_path, part, **least):
+    """What a part of engine.py saw, whose outputs are attention to what was stored; of each
+    count more than `least`."""
+    seen = run(tmp_path, part)
+    assert seen["worst"] < 1e-5 and not seen["miscoded"], seen
+    assert all(seen[name] > n for name, n in least.items()), seen
+    return seen
+
+
 def test_entry_point():
     "What vLLM looks for is declared, and is the function."
     config = configparser.ConfigParser(delimiters=["="])
@@ -147,67 +156,38 @@ def test_engine(tmp_path):
     """Three requests in chunks of 64, two that begin with blocks of others, four in too few
     blocks: each output of each layer is attention to the codes of the states that were stored
     for its positions, computed in fp64."""
-    seen = run(tmp_path, "plain")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"], seen
-    assert (
-        seen["cached"][:3] == [0, 0, 0]
-        and seen["cached"][3] == 128
-        and seen["cached"][4] == 128
-    ), "prefix hits in whole blocks"
-    assert seen["preempted"] > 0 and seen["chunks_with_past"] > 5 and seen["decodes"] > 1000
+    seen = right(tmp_path, "plain", preempted=0, chunks_with_past=5, decodes=1000)
+    assert seen["cached"][:5] == [0, 0, 0, 128, 128], "prefix hits in whole blocks"
     assert seen["first_token_equal"] and all(len(t) == 12 for t in seen["tokens"])
 
 
 def test_recent_tokens(tmp_path):
     """The same where the last 24 tokens before a step are exact, in blocks of their own that
     the engine frees and shares."""
-    seen = run(tmp_path, "recent")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["recent"] == seen["calls"], (
-        seen
-    )
-    assert (
-        seen["cached"][3] == 128 and seen["chunks_with_past"] > 5 and seen["decodes"] > 1000
-    ), seen  # a hit needs both kinds of blocks
+    seen = right(tmp_path, "recent", chunks_with_past=5, decodes=1000)
+    assert seen["recent"] == seen["calls"], seen
+    assert seen["cached"][3] == 128, seen  # a hit needs both kinds of blocks
 
 
 def test_first_tokens(tmp_path):
     """The same where the first 4 tokens are exact too, in pages with two recent ones each: with
     prefix hits, of blocks that another request writes in the same step too, and with prompts
     that are shorter."""
-    seen = run(tmp_path, "firsts")
-    assert (
-        seen["worst"] < 1e-5
-        and not seen["miscoded"]
-        and seen["recent"] == seen["calls"]
-        and seen["firsts"] > 1000
-    ), seen
-    assert seen["cached"][:4] == [0, 64, 128, 128] and seen["followed"] >= 4 * 3, (
-        seen
-    )  # in one step
-    assert seen["cached"][7] == 128 and seen["chunks_with_past"] > 3, seen
+    seen = right(tmp_path, "firsts", firsts=1000, chunks_with_past=3)
+    assert seen["recent"] == seen["calls"], seen
+    # in one step
+    assert seen["cached"][:4] == [0, 64, 128, 128] and seen["followed"] >= 4 * 3, seen
+    assert seen["cached"][7] == 128, seen
 
 
 def test_first_tokens_after_preemption(tmp_path):
     "The same where requests are thrown out and computed again."
-    seen = run(tmp_path, "firsts_few")
-    assert (
-        seen["worst"] < 1e-5
-        and not seen["miscoded"]
-        and seen["firsts"] > 1000
-        and seen["preempted"] > 0
-        and seen["decodes"] > 500
-    ), seen
+    right(tmp_path, "firsts_few", firsts=1000, preempted=0, decodes=500)
 
 
 def test_prompts_in_pieces_shorter_than_the_first_tokens(tmp_path):
     "Three tokens of a prompt a step, 4 exact first ones, 2 recent ones."
-    seen = run(tmp_path, "firsts_short")
-    assert (
-        seen["worst"] < 1e-5
-        and not seen["miscoded"]
-        and seen["firsts"] > 500
-        and seen["grouped"] > 20
-    ), seen
+    right(tmp_path, "firsts_short", firsts=500, grouped=20)
 
 
 def test_all_tokens_recent(tmp_path):
@@ -245,14 +225,7 @@ def test_all_tokens_recent_in_other_models(part, sliding, tmp_path):
 def test_codes_in_other_models(part, tmp_path):
     """Codes, 24 recent and 4 first tokens, with learnt logits and sliding windows, and beside
     layers that hold a state. Layers with a window keep no first tokens."""
-    seen = run(tmp_path, part)
-    assert (
-        seen["worst"] < 1e-5
-        and not seen["miscoded"]
-        and seen["firsts"] > 500
-        and seen["chunks_with_past"] > 5
-        and seen["decodes"] > 150
-    ), seen
+    seen = right(tmp_path, part, firsts=500, chunks_with_past=5, decodes=150)
     if part == "learnt":
         assert seen["learnt"] == seen["calls"] == 2 * seen["sliding"] > 100
         assert seen["cached"] == [0, 0, 0, 128]
@@ -265,10 +238,9 @@ def test_heads_of_two_sizes(part, sliding, shared, tmp_path):
     """Codes, recent and first tokens where layers with a window have four heads of 256
     channels, and the others one of 512 with half the bytes: twice as many tokens in a page;
     and where layers read the caches of others."""
-    seen = run(tmp_path, part)
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["firsts"] > 500, seen
+    seen = right(tmp_path, part, firsts=500, chunks_with_past=5)
     assert seen["sliding"] == sliding * seen["calls"] > 100, seen
-    assert seen["shared"] == shared * seen["calls"] and seen["chunks_with_past"] > 5, seen
+    assert seen["shared"] == shared * seen["calls"], seen
     assert seen["cached"] == [0, 0, 0, 128] and seen["pages"] == {"388": 128, "784": 64}, seen
 
 
@@ -276,26 +248,16 @@ def test_heads_of_two_sizes(part, sliding, shared, tmp_path):
 def test_drafts_and_calibration(part, tmp_path):
     """The same where the engine verifies drafts, and keys have a calibration's transforms and
     means; without and with exact recent tokens, and first ones."""
-    seen = run(tmp_path, part)
-    assert (
-        seen["worst"] < 1e-5
-        and not seen["miscoded"]
-        and seen["calls"] > 50
-        and seen["drafted"] + seen["grouped"] > 20
-    ), seen
-    assert seen["centred"] == seen["calls"] and (seen["firsts"] > 100) == (
-        part == "drafts_firsts"
-    ), seen
+    seen = right(tmp_path, part, calls=50)
+    assert seen["drafted"] + seen["grouped"] > 20, seen
+    assert seen["centred"] == seen["calls"], seen
+    assert (seen["firsts"] > 100) == (part == "drafts_firsts"), seen
 
 
 def test_sliding_windows_and_soft_cap(tmp_path):
     "The same where every second layer has a sliding window, and scores are capped."
-    seen = run(tmp_path, "hybrid")
-    assert (
-        seen["worst"] < 1e-5
-        and not seen["miscoded"]
-        and seen["sliding"] == seen["calls"] / 2 > 50
-    ), seen
+    seen = right(tmp_path, "hybrid")
+    assert seen["sliding"] == seen["calls"] / 2 > 50, seen
 
 
 @pytest.mark.parametrize("part", ("random", "random_firsts"))
@@ -303,19 +265,11 @@ def test_random_requests(part, tmp_path):
     """Two hundred requests that come, share prefixes, are cancelled and thrown out: each output
     as above, and each one's tokens those that it gets alone. Without and with exact recent and
     first tokens."""
-    seen = run(tmp_path, part)
-    assert seen["worst"] < 1e-5 and not seen["miscoded"], (
-        seen
-    )  # a code may differ where it is not decided, and what is read is what was stored
+    # a code may differ where it is not decided, and what is read is what was stored
+    least = dict(finished=150, cancelled=5, hits=20, preempted=0, alone=100, decided=300)
+    seen = right(tmp_path, part, **least)
     assert (seen["firsts"] > 1000) == (part == "random_firsts"), seen
-    assert (
-        seen["finished"] > 150
-        and seen["cancelled"] > 5
-        and seen["hits"] > 20
-        and seen["preempted"] > 0
-        and seen["alone"] > 100
-    )
-    assert seen["decided"] > 300 and not seen["wrong"], seen
+    assert not seen["wrong"], seen
 
 
 def test_tensor_parallel(tmp_path):
@@ -337,9 +291,8 @@ def test_tensor_parallel(tmp_path):
 
 def test_codes_of_a_trellis(tmp_path):
     "Two bits by a trellis: stored vectors are as near to the states as the best path."
-    seen = run(tmp_path, "trellis")
-    assert seen["worst"] < 1e-5 and not seen["miscoded"] and seen["firsts"] > 200, seen
-    assert seen["chunks_with_past"] > 5 and seen["cached"] == [0, 0, 128], seen
+    seen = right(tmp_path, "trellis", firsts=200, chunks_with_past=5)
+    assert seen["cached"] == [0, 0, 128], seen
 
 
 @pytest.mark.parametrize("part", ("offload", "offload_codes"))

@@ -23,45 +23,15 @@ from turboquant_nb.theory.codebook import (
 )
 
 
-def error_of(cb, levels):
-    "The squared error of these levels on the cells of a table, and the moments of its cells."
-    e = np.concatenate([[-np.inf], (cb.levels64[1:] + cb.levels64[:-1]) / 2, [np.inf]])
-    m0, m1, m2 = partial_moments(e[:-1], e[1:], cb.dim)  # held to quadrature below
-    return (m2 - 2 * levels * m1 + levels**2 * m0).sum(), m0, m1
-
-
-@pytest.mark.parametrize("d", (None, 2, 3, 64))
-@pytest.mark.parametrize("bits", (1, 2, 4, 8))
-def test_affine_is_the_best_step(bits, d):
-    cb = uniform(bits, d)
-    assert abs(error_of(cb, cb.levels64)[0] - cb.mse) < 1e-9
-    assert cb.mse >= lloyd_max(bits, d).mse - 1e-15
-    k = np.arange(2**bits) - (2**bits - 1) / 2
-    step = cb.levels64[-1] / k[-1]
-    assert np.abs(cb.levels64 - k * step).max() < 1e-12
-    for s in step * np.linspace(0.3, 2.5, 51):
-        e = np.concatenate([[-np.inf], (k[1:] + k[:-1]) / 2 * s, [np.inf]])
-        m0, m1, m2 = partial_moments(e[:-1], e[1:], d)
-        assert (m2 - 2 * k * s * m1 + (k * s) ** 2 * m0).sum() >= cb.mse - 1e-12
-
-
 @pytest.mark.parametrize("d", (2, 3, 7, 1000))
 def test_law(d):
     t = np.linspace(-1.2, 1.2, 241)
     cdf = coordinate_cdf(t, d)
     assert cdf[0] == 0 and cdf[-1] == 1 and (np.diff(cdf) >= 0).all()
     assert np.abs(cdf + cdf[::-1] - 1).max() < 1e-14
-    assert (coordinate_pdf(np.array([-1.01, 1.01]), d) == 0).all()
-    got = quad(
-        lambda v: coordinate_pdf(v, d), -0.3 / math.sqrt(d), 0.8 / math.sqrt(d), epsabs=1e-13
-    )[0]
-    assert (
-        abs(
-            got
-            - (coordinate_cdf(0.8 / math.sqrt(d), d) - coordinate_cdf(-0.3 / math.sqrt(d), d))
-        )
-        < 1e-12
-    )
+    low, high = np.array([-0.3, 0.8]) / math.sqrt(d)
+    mass = quad(lambda v: coordinate_pdf(v, d), low, high, epsabs=1e-13)[0]
+    assert abs(mass - (coordinate_cdf(high, d) - coordinate_cdf(low, d))) < 1e-12
     lo, hi = np.array([-np.inf, -0.5, 0.4]), np.array([-0.5, 0.4, np.inf])
     assert np.abs(np.sum(partial_moments(lo, hi, d), 1) - [1, 0, 1]).max() < 1e-13
 
@@ -99,8 +69,6 @@ def test_samples_reach_the_best_partition(seed):
 def test_samples_edge_cases():
     exact = lloyd_max_samples(torch.tensor([3.0, 1.0, 1.0, 7.0, 4.0]), 2)
     assert exact.levels.tolist() == [1, 3, 4, 7] and exact.mse < 1e-25
-    with pytest.raises(ValueError, match="at least 8 distinct"):
-        lloyd_max_samples(torch.tensor([3.0, 1.0, 1.0, 7.0, 4.0]), 3)
     outlier = lloyd_max_samples(
         torch.cat(
             [torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.tensor([1e6])]
@@ -108,38 +76,10 @@ def test_samples_edge_cases():
         2,
     )
     assert outlier.levels[-1] == 1e6 and outlier.mse < 0.25
-    with pytest.raises(ValueError, match="samples must be finite"):
-        lloyd_max_samples(torch.tensor([1.0, 2.0, math.nan]), 1)
     with pytest.raises(ValueError, match="weights must be finite"):
         lloyd_max_samples(torch.tensor([1.0, 2.0]), 1, torch.tensor([1.0, math.inf]))
     with pytest.raises(TypeError, match="samples must be a floating-point tensor"):
         lloyd_max_samples(torch.arange(9), 1)
-
-
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_int8(bits):
-    for cb in (lloyd_max(bits), lloyd_max(bits, 64), uniform(bits)):
-        grid = cb.int8()
-        assert (
-            grid is cb.int8()
-            and grid.levels.dtype == torch.int8
-            and len(grid.levels) == 2**bits
-        )
-        assert (grid.levels.int().diff() >= 0).all() and grid.levels.int().abs().max() <= 127
-        on_grid = grid.step * grid.levels.double().numpy()
-        assert abs(error_of(cb, on_grid)[0] - grid.mse) < 1e-9
-        for step in (
-            np.linspace(0.5, 1.5, 400 if cb.law != "uniform" or bits == 8 else 0)
-            * cb.levels64[-1]
-            / 127
-        ):  # the uniform quantiser stays evenly spaced
-            n = np.clip(np.rint(cb.levels64 / step), -127, 127)
-            extra = (
-                cb.probs * ((n * step - cb.means) ** 2 - (cb.levels64 - cb.means) ** 2)
-            ).sum()
-            assert grid.mse <= cb.mse + extra + 1e-14
-        if bits <= 4:
-            assert grid.mse < cb.mse * 1.002
 
 
 @pytest.mark.parametrize("bits", range(5, 9))
@@ -182,19 +122,9 @@ def test_bad_tensors():
     same(
         cb.encode(torch.tensor([3e38, 3e38])), torch.tensor([7, 7], dtype=torch.uint8)
     )  # the sum overflows, the values do not
-    for bad in (math.nan, math.inf, -math.inf):
-        with pytest.raises(ValueError, match="x must be finite"):
-            cb.encode(torch.tensor([0.0, bad]))
     assert cb.encode(torch.tensor([math.inf, -math.inf]), check_finite=False).tolist() == [7, 0]
-    with pytest.raises(TypeError, match="x must be a floating-point tensor"):
-        cb.encode(torch.arange(3))
-    for codes in ([8], [-1]):
-        with pytest.raises(ValueError, match=r"codes must lie in 0\.\.7"):
-            cb.decode(torch.tensor(codes))
-    with pytest.raises(TypeError, match="codes must be a tensor of integers"):
-        cb.decode(torch.ones(2))
-    with pytest.raises(ValueError, match="on cpu like the codebook, got meta"):
-        cb.encode(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match=r"codes must lie in 0\.\.7"):
+        cb.decode(torch.tensor([-1]))
     with pytest.raises(ValueError, match="on meta like the codebook, got cpu"):
         cb.to("meta").decode(torch.zeros(2, dtype=torch.uint8))
     for mse in (0, 1.5):
@@ -204,29 +134,12 @@ def test_bad_tensors():
             shannon_rate(mse)
 
 
-def test_cached_and_usable_under_torch_modes():
-    assert lloyd_max(3, 96) is lloyd_max(3, 96) and uniform(3, 96) is uniform(3, 96)
-    with torch.inference_mode(), torch.device("meta"):
-        cb = lloyd_max(3, 97)
-    assert cb.levels.device.type == "cpu" and not cb.levels.is_inference()
-    w = torch.ones(3, requires_grad=True)
-    (cb.decode(cb.encode(w)) * w).sum().backward()
-    assert w.grad is not None
-
-
 def test_samples_of_next_to_no_weight_are_left_out():
     "Less than 1e-12 of all weight is lost in the rounding of the sums, 1e-11 is not."
     x, w = codebook._distinct(
         torch.tensor([3.0, 1.0, 2.0]).double(), torch.tensor([1e-11, 1.0, 1e-13]).double()
     )
     assert x.tolist() == [1.0, 3.0] and w.sum() == 1 and w[1] == pytest.approx(1e-11)
-
-
-def test_samples_must_not_be_empty():
-    "Said by name, and not by what divides by the sum of no weights."
-    for samples in (torch.zeros(0), torch.zeros(3, 0)):
-        with pytest.raises(ValueError, match="samples must not be empty"):
-            codebook.lloyd_max_samples(samples, 2)
 
 
 def test_rates_and_distortions_by_hand():
@@ -242,38 +155,6 @@ def test_rates_and_distortions_by_hand():
             near = 1e-9 if d == 3 else 0.05
             want = 4.0**-bits if d == 3 else lloyd_max(bits, d).mse
             assert codebook.high_rate_mse(bits, d) == pytest.approx(want, rel=near)
-
-
-@pytest.mark.parametrize("d", [None, 16])
-def test_a_table_of_given_levels_is_that_table(d):
-    """`from_levels` of Lloyd and Max's levels has their cells, means and distortion, and names
-    the law."""
-    want = lloyd_max(3, d)
-    got = codebook.from_levels(want.levels, d)
-    assert (
-        torch.equal(got.levels, want.levels)
-        and torch.equal(got.edges, want.edges)
-        and got.mse == pytest.approx(want.mse, rel=1e-6)
-    )
-    assert (got.bits, got.law, got.dim) == (
-        3,
-        want.law,
-        want.dim,
-    ) and got.probs == pytest.approx(want.probs, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "levels, why",
-    [
-        ([-1.0, 0.0, 1.0], "2..bits"),
-        ([-1.0, 1.0, -1.0, 1.0], "ascending"),
-        ([-1.0, -1.0, 1.0, 1.0], "ascending"),
-        ([-2.0, -1.0, 1.0, 3.0], "symmetric"),
-    ],
-)
-def test_levels_that_are_no_table(levels, why):
-    with pytest.raises(ValueError, match=why):
-        codebook.from_levels(torch.tensor(levels))
 
 
 def test_the_worst_cell_is_split_at_its_mean():
@@ -311,16 +192,13 @@ def test_moments_of_both_tails_keep_their_digits():
 
 
 def test_weights_count_relative_to_their_sum():
-    """`1e-12 * w.sum()`: the same weights in another unit give the same levels; no weight at
-    all is said."""
+    "`1e-12 * w.sum()`: the same weights in another unit give the same levels."
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(50, generator=g).double(), torch.rand(50, generator=g).double() ** 20
     want = codebook.lloyd_max_samples(x, 2, w)
     for unit in (2.0**-60, 2.0**60):
         got = codebook.lloyd_max_samples(x, 2, w * unit)
         assert np.array_equal(got.levels64, want.levels64) and got.mse == want.mse
-    with pytest.raises(ValueError, match="weights must not all be zero"):
-        codebook.lloyd_max_samples(x, 2, w * 0)
 
 
 def test_a_cell_whose_mean_is_its_last_value_is_split_before_it():
@@ -380,18 +258,14 @@ def test_the_density_at_the_ends_of_its_support():
         assert got[:2] == pytest.approx([end, end]) and got[2] == 0 and np.isnan(got[3])
 
 
-def test_levels_are_symmetric_to_a_millionth_of_the_largest():
+def test_levels_ascend_and_are_symmetric_to_a_millionth_of_the_largest():
+    with pytest.raises(ValueError, match="ascending"):
+        codebook.from_levels(torch.tensor([-1.0, -1.0, 1.0, 1.0]))
     for size in (1e-3, 1.0, 1e3):
         y = torch.tensor([-1.0, 1.0], dtype=torch.float64) * size
         codebook.from_levels(y + 4e-7 * size)
         with pytest.raises(ValueError, match="symmetric"):
             codebook.from_levels(y + 6e-7 * size)
-
-
-def test_negative_weights_are_refused():
-    for weights in ([-1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]):
-        with pytest.raises(ValueError, match="weights must not be negative"):
-            codebook.lloyd_max_samples(torch.tensor([1.0, 2.0, 3.0]), 1, torch.tensor(weights))
 
 
 def test_an_import_solves_nothing_and_needs_no_scipy():

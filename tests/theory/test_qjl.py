@@ -35,15 +35,6 @@ def mean_length(d):
     return length
 
 
-def dense(q, bits, norm, S):
-    "The formula with ±1 floats, in fp64."
-    return (
-        (q.double() @ S.double().T)
-        @ (2 * bits.double() - 1).mT
-        * (norm.double() * C / len(S)).unsqueeze(-2)
-    )
-
-
 @lru_cache(maxsize=1)  # pairs vary fastest below, so each set of sketches is drawn once
 def sketches(kind, d, m, n):
     return (
@@ -163,10 +154,7 @@ def test_zero_tie_and_negation(gen):
     S = sketch_matrix(16, 8)
     packed, norm = qjl_encode(torch.zeros(3, 8), S)
     same(packed, torch.zeros(3, 2, dtype=torch.uint8))
-    same(norm, torch.zeros(3))
-    assert (qjl_scores(torch.ones(2, 8), packed, norm, S) == 0).all() and (
-        qjl_decode(packed, norm, S) == 0
-    ).all()
+    assert (qjl_decode(packed, norm, S) == 0).all()
     r = torch.randn(5, 8, generator=gen)
     same(sign_bits(-r, S), 1 - sign_bits(r, S))
     tie = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
@@ -229,8 +217,6 @@ def test_bad_vectors(f):
         (ValueError, "r must be finite", (torch.tensor([1.0] * 7 + [INF]), S)),
         (ValueError, "r must be finite", (torch.full((8,), 1e39, dtype=torch.float64), S)),
         (ValueError, "S must be finite", (r, S.clone().index_fill(0, torch.tensor([2]), NAN))),
-        (ValueError, r"r must have shape \[..., 8\]", (torch.ones(3, 7), S)),
-        (TypeError, "r must be a floating-point tensor", (torch.ones(3, 8).int(), S)),
         (TypeError, "S must be a floating-point tensor", (r, S.int())),
         (ValueError, r"S must have shape \[m, d\]", (r, S[0])),
         (ValueError, r"S must have shape \[m, d\]", (r, S[:0])),
@@ -240,29 +226,15 @@ def test_bad_vectors(f):
             f(*args)
 
 
-def test_norm_overflow():
-    S = sketch_matrix(11, 8)
-    with pytest.raises(ValueError, match="its norm overflows float32"):
-        qjl_encode(torch.full((8,), 3e38), S)
-    assert sign_bits(torch.full((8,), 3e38), S).shape == (11,)
-
-
 def test_bad_bits_and_bytes():
-    with pytest.raises(TypeError, match="bits must be a uint8 tensor"):
-        pack_signs(torch.ones(8, dtype=torch.bool))
     with pytest.raises(TypeError, match="packed must be a uint8 tensor"):
         unpack_signs(torch.ones(8, dtype=torch.long), 8)
     for wrong in (torch.tensor(1, dtype=torch.uint8), torch.ones(3, 0, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="bits must have shape"):
             pack_signs(wrong)
-    with pytest.raises(ValueError, match=r"bits must lie in 0\.\.1, got 0\.\.7"):
-        pack_signs(torch.tensor([0, 7], dtype=torch.uint8))
-    packed = torch.zeros(3, 2, dtype=torch.uint8)
     for m in (8, 17):
         with pytest.raises(ValueError, match="packed must have shape"):
-            unpack_signs(packed, m)
-    with pytest.raises(ValueError, match="m must be an integer"):
-        unpack_signs(packed, 0)
+            unpack_signs(torch.zeros(3, 2, dtype=torch.uint8), m)
 
 
 def test_bad_scores_and_decode(gen):
@@ -271,38 +243,24 @@ def test_bad_scores_and_decode(gen):
     cases = [
         (ValueError, "q must have shape", (q[0], packed, norm, S)),
         (ValueError, "a score overflows float32", (q * 1e38, packed, norm, S)),
-        (ValueError, "a score overflows float32", (q * 1e4, packed, norm * 2e37, S)),
         (TypeError, "q must be a floating-point", (q.int(), packed, norm, S)),
         (ValueError, "q must be finite", (q * INF, packed, norm, S)),
-        (ValueError, r"packed must have shape \[..., T, 3\], got", (q, packed[:, :2], norm, S)),
         (
             TypeError,
             "packed must be a uint8 tensor, got torch.int64",
             (q, packed.long(), norm, S),
         ),
-        (ValueError, r"norm must have shape \[5\], got \[4\]", (q, packed, norm[:4], S)),
         (TypeError, "norm must be a floating-point", (q, packed, norm.int(), S)),
         (ValueError, "norm must be finite", (q, packed, norm / 0, S)),
-        (ValueError, "norm must not be negative", (q, packed, -norm, S)),
         (ValueError, "S must be finite", (q, packed, norm, S / 0)),
         (ValueError, "packed must be on cpu", (q, packed.to("meta"), norm, S)),
         (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
-        (
-            ValueError,
-            r"leading dimensions of q and packed must broadcast, got \(2,\) and \(3,\)",
-            (q.expand(2, 4, 8), packed.expand(3, 5, 3), norm.expand(3, 5), S),
-        ),
     ]
     for error, text, args in cases:
         with pytest.raises(error, match=text):
             qjl_scores(*args)
     bits = sign_bits(torch.ones(5, 8), S)
     for error, text, args in [
-        (
-            ValueError,
-            r"signs must have shape \[..., 3\] packed or \[..., 20\] as bits, got \[5, 2\]",
-            (packed[:, :2], norm, S),
-        ),
         (ValueError, r"signs must have shape .*, got \[\]", (bits[0, 0], norm[0], S)),
         (ValueError, r"signs must lie in 0\.\.1, got ", (bits + 1, norm, S)),
         (TypeError, "signs must be a uint8", (bits.bool(), norm, S)),
@@ -317,11 +275,6 @@ def test_bad_variance():
     x = torch.ones(3, 8)
     for error, text, args in [
         (ValueError, "m must", (x, x, 0)),
-        (
-            ValueError,
-            "kind must be one of 'gaussian', 'orthogonal', got 'hadamard'",
-            (x, x, 4, "hadamard"),
-        ),
         (TypeError, "q must be a floating-point", (x.int(), x, 4)),
         (TypeError, "r must be a floating-point", (x, x.int(), 4)),
         (ValueError, "r must be finite", (x, x * NAN, 4)),
@@ -337,8 +290,6 @@ def test_bad_variance():
 @pytest.mark.parametrize("d", (3, 5, 6, 7, 9, 13))
 def test_no_row_of_a_hadamard_sketch_is_a_channel(d):
     "Where d has no Hadamard matrix two blocks overlap, which together mix all channels."
-    from turboquant_nb.theory.qjl import sketch_matrix
-
     for seed in range(4):
         rows = sketch_matrix(d, d, "hadamard", seed).double()
         assert ((rows.abs() > 1e-6).sum(1) >= 2).all()

@@ -29,26 +29,11 @@ def seeded(*shape, seed=0, dtype=torch.float64):
 
 @pytest.mark.parametrize("kind", (torch.uint8, torch.int16, torch.int32, torch.int64))
 def test_position_dtypes_and_broadcast(kind):
-    x = seeded(2, 4, 6, 8)
+    x, at = seeded(2, 4, 6, 8), torch.arange(6).to(kind)
     want = apply_rope(x, torch.arange(6))
-    assert torch.equal(apply_rope(x, torch.arange(6).to(kind)), want)
-    assert torch.equal(apply_rope(x, torch.arange(6).to(kind).expand(2, 1, 6)), want)
-    assert torch.equal(
-        apply_rope(x[0, 0, :1].expand(6, 8), torch.arange(6).to(kind)),
-        apply_rope(x[0, 0, 0], torch.arange(6)),
-    )
-    assert apply_rope(x[:, :, :0], torch.arange(0).to(kind)).shape == (2, 4, 0, 8)
+    assert torch.equal(apply_rope(x, at.expand(2, 1, 6)), want)
+    assert apply_rope(x[:, :, :0], at[:0]).shape == (2, 4, 0, 8)
     assert torch.equal(apply_rope(x, 3), apply_rope(x, torch.tensor(3, dtype=kind)))
-
-
-def test_strides_and_aliasing():
-    x = seeded(5, 8, 3)
-    assert torch.equal(
-        apply_rope(x.mT, torch.arange(3)), apply_rope(x.mT.contiguous(), torch.arange(3))
-    )
-    kept, y = x.clone(), apply_rope(x.mT, 0)
-    y.add_(1)
-    assert torch.equal(x, kept)
 
 
 def test_angles_stay_exact_far_out():
@@ -60,15 +45,6 @@ def test_angles_stay_exact_far_out():
     assert (single.double() - angle).abs().max() > 1e-3  # what float32 angles would do
     x = seeded(64, 128, dtype=torch.float32)
     assert (apply_rope(x, m).double() - apply_rope(x.double(), m)).abs().max() < 2e-6
-
-
-def test_reflections_do_not_commute():
-    assert commutes(torch.diag(torch.tensor([1.0, -1.0]))) == pytest.approx(math.sqrt(2))
-    sign = torch.ones(16)
-    sign[3] = -1
-    assert commutes(sign.diag()) > 0.1
-    sign[11] = -1  # its partner, half-split
-    assert commutes(sign.diag()) == 0
 
 
 def test_equal_zero_and_untouched_frequencies():

@@ -14,7 +14,6 @@ from turboquant_nb.theory.rotation import (
     haar,
     hadamard,
     hadamard_factors,
-    hadamard_form,
     hadamard_matrix,
     make_rotation,
     paley,
@@ -31,33 +30,6 @@ def seeded(*shape, seed=0, dtype=torch.float32):
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     ).to(dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "dtype, shape", list(zip(DTYPES, [(96,), (2, 3, 5, 96), (3, 0, 96), (1, 96)]))
-)
-def test_apply_and_inverse(kind, dtype, shape):
-    r, x = make_rotation(kind, 96, seed=1), seeded(*shape, dtype=dtype)
-    kept = x.clone()
-    y = r.apply(x)
-    assert y.dtype == torch.float32 and y.shape == x.shape
-    want = x.double() @ r.matrix.double().T
-    assert torch.allclose(y.double(), want, atol=1e-5, rtol=0)
-    assert torch.allclose(r.inverse(y), x.float(), atol=1e-5, rtol=0)
-    y.add_(1)  # results never share memory with inputs
-    assert torch.equal(x, kept)
-
-
-@pytest.mark.parametrize("kind", ("haar", "hadamard"))
-def test_seed_names_one_matrix(kind):
-    a, b = make_rotation(kind, 40, seed=5), make_rotation(kind, 40, seed=5)
-    assert a is b and a.matrix is b.matrix
-    fresh = {"haar": haar, "hadamard": hadamard}[kind](40, 5)
-    assert torch.equal(a.matrix, fresh) and not torch.equal(
-        fresh, make_rotation(kind, 40, seed=6).matrix
-    )
-    assert make_rotation("identity", 40, seed=5) is make_rotation("identity", 40, seed=6)
 
 
 def test_pinned_entries():
@@ -122,11 +94,9 @@ def test_given_matrix():
     nearly = M + 2e-5 * torch.eye(20)
     make_rotation("matrix", 20, matrix=nearly)
     for bad, text in (
-        (M * 1.001, "1e-4, got 0.002"),
         (M[:, :19], r"\[20, 19\]"),
         (M[0], r"\[20\]"),
         (torch.zeros(20, 20), "got 1"),
-        (M.clone().fill_diagonal_(math.nan), "finite"),
     ):
         with pytest.raises(ValueError, match=text):
             make_rotation("matrix", 20, matrix=bad)
@@ -141,17 +111,12 @@ def test_given_matrix():
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_input_is_named(kind):
     r = make_rotation(kind, 16)
-    for call, name in ((r.apply, "x"), (r.inverse, "y")):
-        with pytest.raises(
-            ValueError, match=rf"{name} must have shape \[..., 16\], got \[2, 15\]"
-        ):
-            call(torch.zeros(2, 15))
-        with pytest.raises(ValueError, match=r"\[..., 16\]"):
-            call(torch.tensor(1.0))
-        with pytest.raises(TypeError, match=f"{name} must be a floating-point tensor"):
-            call(torch.zeros(2, 16, dtype=torch.int32))
-        with pytest.raises(ValueError, match="on cpu like the rotation, got meta"):
-            call(torch.zeros(2, 16, device="meta"))
+    with pytest.raises(ValueError, match=r"y must have shape \[..., 16\], got \[2, 15\]"):
+        r.inverse(torch.zeros(2, 15))
+    with pytest.raises(ValueError, match=r"\[..., 16\]"):
+        r.apply(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="y must be a floating-point tensor"):
+        r.inverse(torch.zeros(2, 16, dtype=torch.int32))
 
 
 def test_to_and_copies():
@@ -169,41 +134,6 @@ def test_to_and_copies():
     with pytest.raises(AttributeError):
         r.d = 9
     assert isinstance(r, Rotation)
-
-
-def test_forms():
-    want = {
-        1: "sylvester",
-        128: "sylvester",
-        12: "paley",
-        36: "paley",
-        24: "kronecker",
-        112: "kronecker",
-        3: "block",
-        52: "block",
-        127: "block",
-    }
-    assert {d: hadamard_form(d) for d in want} == want
-    assert (
-        make_rotation("hadamard", 96).form == "kronecker"
-        and make_rotation("haar", 96).form == "haar"
-    )
-    assert (
-        hadamard_factors(96) == (12, 2, 2, 2)
-        and hadamard_factors(112) == (28, 2, 2)
-        and hadamard_factors(90) is None
-    )
-    assert block_order(127) == 124 and block_order(96) == 96 and block_order(3) == 2
-
-
-@pytest.mark.parametrize("d", [d for d in range(1, 257) if hadamard_factors(d) is not None])
-def test_every_buildable_order_is_hadamard(d):
-    H = hadamard_matrix(d)
-    assert torch.equal(H.abs(), torch.ones(d, d, dtype=torch.float64))
-    assert torch.equal(H @ H.T, d * torch.eye(d, dtype=torch.float64))
-    assert math.prod(hadamard_factors(d)) == d
-    # one round spreads a one-hot vector evenly
-    assert torch.allclose(hadamard(d, 1).abs(), torch.full((d, d), d**-0.5), atol=1e-7)
 
 
 def test_orders_that_cannot_be_built():
@@ -238,25 +168,9 @@ def test_a_seed_is_a_state():
 @pytest.mark.parametrize("make", [haar, hadamard, lambda d, s: make_rotation("haar", d, s)])
 def test_the_smallest_size_and_seed(make):
     make(1, 0)
-    with pytest.raises(ValueError, match="seed must be"):
-        make(1, -1)
-
-
-def test_a_size_of_zero_has_no_order():
-    for f in (
-        rotations.block_order,
-        rotations.hadamard_form,
-        rotations.hadamard,
-        rotations.haar,
-    ):
-        with pytest.raises(ValueError, match="d must be"):
-            f(0)
-
-
-def test_rotations_are_compared_by_identity():
-    "Their fields are tensors: equality by fields would raise, and a hash would be lost."
-    a, b = (rotations.Rotation("matrix", 8, None, torch.eye(8)) for _ in "ab")
-    assert a == a and a != b and len({a, a, b}) == 2
+    for d, seed, why in ((1, -1, "seed must be"), (0, 0, "d must be")):
+        with pytest.raises(ValueError, match=why):
+            make(d, seed)
 
 
 def test_every_transform_serves_values_unless_it_says_otherwise():

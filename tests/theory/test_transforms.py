@@ -62,10 +62,6 @@ def test_the_interface_is_one():
             and t.to("cpu") is t
             and t.nbytes == sum(x.nbytes for x in t.tables)
         )
-        torch.testing.assert_close(
-            (t.query(q) * t.apply(k)).sum(-1), (q * k).sum(-1), rtol=1e-4, atol=1e-4
-        )
-        torch.testing.assert_close(t.inverse(t.apply(k)), k, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(q @ t.query_matrix.mT, t.query(q), rtol=1e-5, atol=1e-5)
         assert (
             t.per_head
@@ -75,8 +71,6 @@ def test_the_interface_is_one():
         )
         assert find_transform(t.name, 8) is t and transform_class(t.name) is type(t)
     t.check_heads(2)
-    with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
-        t.check_heads(3)
     with pytest.raises(TypeError, match="one matrix for all vectors"):
         decided(Quantizer(Spec(rotation=t.name), 8), k)
 
@@ -127,20 +121,6 @@ def test_the_best_metric_solves_its_equation(shrink):
     )
 
 
-def test_a_head_without_energy_counts_as_one_alike_in_all_directions():
-    m = moments_of(2, 4, seed=7)
-    m[1] = 0
-    c = moments_of(2, 4, seed=8)
-    p = transforms.best_metric(m, c, 0.0)
-    assert p.isfinite().all()
-    torch.testing.assert_close(
-        p[1] @ c[1] @ p[1],
-        (p[1] @ c[1] @ p[1])[0, 0] * torch.eye(4).double(),
-        rtol=1e-6,
-        atol=1e-6,
-    )
-
-
 def test_nearly_symmetric_is_symmetric():
     "What rounding to bf16 leaves is no reason to refuse: up to 1e-4 of the largest entry."
     x = torch.eye(3)[None].clone()
@@ -151,17 +131,6 @@ def test_nearly_symmetric_is_symmetric():
         transforms.best_metric(x, torch.eye(3)[None])
     x[0, 0, 1] = 0.9e-4
     assert transforms.best_metric(-x, torch.eye(3)[None]).isfinite().all()
-
-
-def test_scales_of_a_pair_are_one():
-    """Channels i and i + r/2 are rotated together, so they share the mean of their energies;
-    channels that RoPE leaves alone have their own."""
-    m = torch.tensor([[4096.0, 1.0, 0.0, 1.0, 16.0, 1.0]]).double()
-    scales = transforms.best_scales(m, torch.ones(1, 6), 4)[0]
-    assert scales[0] == scales[2] and scales[1] == scales[3]
-    want = torch.tensor([2048.0, 1.0, 2048.0, 1.0, 16.0, 1.0]).pow(0.25)
-    log = (scales / want).log2()
-    assert (log - log.mean()).abs().max() < 1
 
 
 @pytest.mark.parametrize("rotary", (0, 4, 6))
@@ -231,8 +200,6 @@ def test_a_file_of_codes_brings_its_map(monkeypatch):
     back = transforms.restore_transforms(t.stored)
     assert back.name == t.name and find_transform(t.name, 2) is back
     assert transforms.restore_transforms({}) is None
-    with pytest.raises(ValueError, match="rotation must be one of 'hadamard'.*got 'none'"):
-        transform_class("none")
     with pytest.raises(ValueError, match="got 3"):
         transform_class(3)
 

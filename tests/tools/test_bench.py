@@ -7,7 +7,6 @@ import importlib
 import itertools
 import os
 import platform
-import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -23,7 +22,8 @@ from tests.conftest import SCRIPTS
 
 pytest.importorskip("transformers")
 run = pytest.importorskip("run")
-plan = importlib.import_module("plan")
+import plan
+from bench import serving, serving_engine, timing
 
 
 @pytest.fixture
@@ -97,14 +97,6 @@ def test_what_a_machine_lacks_is_said(name, measured, monkeypatch):
         measured(name, *["--older", "x"] * (name == "beside"))
 
 
-def test_commands_list_what_there_is(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run.py", "--list"])
-    with pytest.raises(SystemExit) as done:
-        runpy.run_path(str(SCRIPTS / "run.py"), run_name="__main__")
-    said = capsys.readouterr().out
-    assert done.value.code == 0 and all(f"  {name} " in said for name in run.EXPERIMENTS)
-
-
 def test_packages_of_others_are_measured_apart(measured, tmp_path, monkeypatch):
     """A package that hands exact states back changes nothing. What a process of its own would
     do is done here."""
@@ -139,7 +131,6 @@ def test_packages_of_others_are_measured_apart(measured, tmp_path, monkeypatch):
 @pytest.fixture
 def without_gpu(monkeypatch):
     "Import a bench whose clocks take one call and say one second; kernels are interpreted."
-    timing = importlib.import_module("bench.timing")
     times = lambda f, *a: (f(), {"p20": 1.0, "p50": 1.0, "p80": 1.0})[1]
     both = lambda f, *a: [{"launch": x} | times(f) for x in ("eager", "graph")]
     fakes = dict(kernel_times=times, both_launches=both, replayed=lambda f: f)
@@ -272,7 +263,6 @@ def test_parts_are_joined(a, tmp_path):
 
 
 def test_times():
-    timing = importlib.import_module("bench.timing")
     x = torch.rand(37, dtype=torch.float64).tolist()
     assert [*timing.quantiles(x).values()] == pytest.approx(np.quantile(x, [0.2, 0.5, 0.8]))
     calls = []
@@ -280,47 +270,44 @@ def test_times():
 
 
 def test_kinds_and_shapes_of_engines():
-    engine = importlib.import_module("bench.serving_engine")
-    exact = engine.options("k2v2-trellis-64-r16-s4", 96, 1, 0.5)
+    exact = serving_engine.options("k2v2-trellis-64-r16-s4", 96, 1, 0.5)
     told = exact["additional_config"]["turboquant_nb"]
     assert told == {"recipe": "k2v2-trellis", "means": False, "recent": 16, "sinks": 4}
     assert exact["block_size"] == 64 and exact["max_num_seqs"] == 96
     assert exact["compilation_config"]["cudagraph_capture_sizes"][-1] == 96
     config = ServingConfig.of(told)
     assert config.bytes_per_token(128) == 68 and (config.recent, config.sinks) == (16, 4)
-    assert engine.options("fp8", 8, 1, 0.5)["kv_cache_dtype"] == "fp8"
-    assert "kv_cache_dtype" not in engine.options("bf16", 8, 1, 0.5)
+    assert serving_engine.options("fp8", 8, 1, 0.5)["kv_cache_dtype"] == "fp8"
+    assert "kv_cache_dtype" not in serving_engine.options("bf16", 8, 1, 0.5)
     shapes = {
         "8x32000x48": ("token", 8, 32000, 48),
         "ragged:8x32000x48": ("ragged", 8, 32000, 48),
         "first:1x32000": ("first", 1, 32000, 1),
     }
-    assert {x: engine.shape_of(x) for x in shapes} == shapes
+    assert {x: serving_engine.shape_of(x) for x in shapes} == shapes
 
 
 def test_steps_beside_prompts_that_are_read_again_are_no_steps():
-    engine = importlib.import_module("bench.serving_engine")
     prompts = [[0] * 1000, [0] * 300, [0] * 20]
-    assert not engine.read_again(prompts, 744 + 44, 128)
-    why = engine.read_again(prompts, 700, 128)
+    assert not serving_engine.read_again(prompts, 744 + 44, 128)
+    why = serving_engine.read_again(prompts, 700, 128)
     assert why == "prompts were read again: 700 of at least 788 tokens were cached"
     planned = [8192] * 4 + [2] * 9 + [8] + [3] * 20 + [2] * 12  # one request is there earlier
     steps = list(enumerate(planned))
-    assert engine.decode_alone(steps, 3) == steps[14:34]
-    assert engine.decode_alone(steps, 4) == []
+    assert serving_engine.decode_alone(steps, 3) == steps[14:34]
+    assert serving_engine.decode_alone(steps, 4) == []
 
 
 def test_a_step_of_an_engine_is_timed_without_the_ends_of_a_run():
-    engine = importlib.import_module("bench.serving_engine")
     ends = (
         [100.0 * i for i in range(7)]
         + [600 + 0.005 * i for i in range(1, 31)]
         + [700.0 + 50 * i for i in range(5)]
     )  # slow at both ends, 5 ms between
     ends = [(end, 8) for end in ends]
-    assert engine.each_step(ends) == pytest.approx(5)
+    assert serving_engine.each_step(ends) == pytest.approx(5)
     with pytest.raises(ValueError, match="more than 12 steps to be timed, got 12"):
-        engine.each_step(ends[:12])
+        serving_engine.each_step(ends[:12])
 
 
 HELD = dict(worst=0.004, calls=9, chunks_with_past=3, preempted=1, firsts=7)
@@ -347,7 +334,6 @@ KINDS = ["bf16", "k3v3-128", "k3v3-128-r16-s4"]
 def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(
     found, kinds, kept, said
 ):
-    serving = importlib.import_module("bench.serving")
     whole = dict(plain=HELD, firsts=HELD, graphs=dict(decided=30, wrong=0)) | found
     whole = {part: dict(x, passed=serving.holds(part, x)) for part, x in whole.items()}
     gate, measured = serving.verdict(whole, kinds)
@@ -356,7 +342,6 @@ def test_a_kind_of_engine_is_measured_only_where_its_parts_of_the_gate_pass(
 
 
 def test_a_kind_of_engine_has_the_gate_of_its_model():
-    serving = importlib.import_module("bench.serving")
     good, kinds = dict(HELD, learnt=3, sliding=2), ["bf16", "k3v3-128"]
     found = {part: dict(good, passed=True) for part in ("plain", "learnt")}
     asked = lambda **how: serving.verdict(found | how, kinds, model="gpt-oss-20b")[1]
@@ -370,7 +355,7 @@ def test_a_kind_of_engine_has_the_gate_of_its_model():
 
 
 def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
-    serving, log = importlib.import_module("bench.serving"), []
+    log = []
 
     class Engine:
         def __init__(self, kind, a, gib):
@@ -413,7 +398,7 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
 
 
 def test_a_gate_is_shared_by_runs_of_one_package(tmp_path, monkeypatch):
-    serving, ran = importlib.import_module("bench.serving"), []
+    ran = []
     monkeypatch.setattr(
         serving,
         "gate",

@@ -1,48 +1,25 @@
 """The questions of CONTRIBUTING.md: each has one file, and every file and name that the page
 gives exists."""
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
 import turboquant_nb
+from turboquant_nb import _modidx
 
 ROOT, PACKAGE = Path(__file__).parents[2], Path(turboquant_nb.__file__).parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 QUESTIONS = re.findall(r"^- \*(.+?\?)\* (.+)$", TEXT, re.M)
 
 
-def defined(path):
-    """Names of a module, those of its classes as Class.name; fastcore's `@patch` counts for the
-    class of `self`."""
-    out = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign):
-            out |= {t.id for t in node.targets if isinstance(t, ast.Name)}
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            out.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            out |= {
-                f"{node.name}.{x.name}" for x in node.body if isinstance(x, ast.FunctionDef)
-            }
-            out |= {
-                f"{node.name}.{x.target.id}" for x in node.body if isinstance(x, ast.AnnAssign)
-            }
-        if (
-            isinstance(node, ast.FunctionDef)
-            and node.args.args
-            and isinstance(node.args.args[0].annotation, ast.Name)
-        ):
-            out.add(f"{node.args.args[0].annotation.id}.{node.name}")
-    return out
-
-
 @pytest.mark.parametrize("question, answer", QUESTIONS, ids=[q for q, _ in QUESTIONS])
 def test_a_question_has_one_file_with_the_names_that_it_gives(question, answer):
     ((name, names),) = re.findall(r"`([\w/]+\.py)`(?: \(((?:`[\w.]+`(?:, )?)+))?", answer)
-    wrong = set(re.findall(r"`([\w.]+)`", names)) - defined(PACKAGE / name)
+    module = f"turboquant_nb.{name.removesuffix('.py').replace('/', '.')}"
+    known = {x.removeprefix(f"{module}.") for x in _modidx.d["syms"][module]}
+    wrong = set(re.findall(r"`([\w.]+)`", names)) - known
     assert not wrong, f"{name} has no {', '.join(sorted(wrong))}"
 
 

@@ -2,14 +2,11 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import turboquant_nb
 
-HERE = Path(__file__).parents[2]
-sys.path.insert(0, str(HERE / "scripts" / "tools"))
-import goldens  # noqa: E402
+import goldens
 
 
 def test_what_changed_is_seen_and_nothing_else(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,6 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-import pytest
 
 NBS = Path(__file__).parents[2] / "nbs"
 LISTED = re.compile(r"^\| \[\w+\]\((?:\w+/)?(\w+)\.ipynb#exercises\)\.(\d+) \|", re.M)
@@ -66,22 +65,3 @@ def test_sheet_lists_the_exercises_of_its_chapters():
     found = list(lectures(cells("lecturer")))
     assert len(found) == 8 and all(chapters and listed for chapters, listed in found)
     assert not list(unlisted(cells("lecturer")))
-
-
-@pytest.mark.parametrize(
-    "old, new, said",
-    [
-        (
-            "| [10](10_codebook.ipynb#exercises).2 |",
-            "| 10.2 |",
-            "lecture 1 lacks 10_codebook, 2",
-        ),
-        (
-            "(10_codebook.ipynb#exercises).2 |",
-            "(10_codebook.ipynb#exercises).9 |",
-            "lecture 1 names 10_codebook, 9, which is not there",
-        ),
-    ],
-)
-def test_a_sheet_that_is_behind_is_told_so(old, new, said):
-    assert said in list(unlisted([s.replace(old, new) for s in cells("lecturer")]))

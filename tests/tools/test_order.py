@@ -1,15 +1,7 @@
 "Steps of scripts/check.py: the order of imports, on a package of four modules, and lint."
 
-import importlib.util
-from pathlib import Path
-
+import check
 import pytest
-
-spec = importlib.util.spec_from_file_location(
-    "check", Path(__file__).parents[2] / "scripts" / "check.py"
-)
-check = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check)
 
 PLAIN = {
     "rotation": ("11_rotation", "import math\n"),

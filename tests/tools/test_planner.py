@@ -1,6 +1,5 @@
 "The planner of the home page computes what `turboquant plan` does."
 
-import importlib.util
 import json
 import random
 import re
@@ -11,11 +10,7 @@ import pytest
 from turboquant_nb import cli, preset
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location(
-    "preview_docs", ROOT / "scripts" / "tools" / "preview_docs.py"
-)
-preview = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preview)
+import preview_docs as preview
 
 CELLS = json.loads((ROOT / "nbs" / "index.ipynb").read_text(encoding="utf-8"))["cells"]
 (PAGE,) = (

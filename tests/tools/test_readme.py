@@ -3,13 +3,13 @@ pictures are those of the repository."""
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
 
+from notebooks import settings, site_address
 from turboquant_nb.evaluation.models import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,9 +52,6 @@ def test_the_guide_begins_with_the_same_program():
 
 def test_badges_lead_to_what_is_there():
     "To this repository's workflow, licence, notebook and site, and to no index of packages."
-    sys.path.insert(0, str(ROOT / "scripts" / "tools"))
-    from notebooks import settings, site_address
-
     cfg = settings(ROOT)
     home, branch = f"github.com/{cfg['user']}/{cfg['repo']}", cfg["branch"]
     badges = dict(re.findall(r"^\[!\[([^\]]+)\]\([^)]+\)\]\(([^)]+)\)$", README, re.M))

@@ -1,7 +1,6 @@
 """Records of measurements: code that is not committed is refused and named, rows keep their
 commit, and the files of this repository obey."""
 
-import json
 import subprocess
 from argparse import ArgumentParser
 from pathlib import Path
@@ -57,11 +56,6 @@ def example(commit=A, **more):
     return results.record("example", [{"bits": 3}], *FIXED, Tree(commit)) | more
 
 
-def test_a_committed_tree_is_clean(repo):
-    assert results.tree() == Tree(head(repo), ())
-    assert results.record("example", [{"bits": 3}], *FIXED)["dirty"] is False
-
-
 @pytest.mark.parametrize(
     "name, known",
     [
@@ -112,8 +106,12 @@ def test_staged_moved_and_deleted_files_count(repo):
 
 
 def test_a_script_saves_every_row_into_a_tracked_file(repo):
+    "Of a clean tree, before and after."
+    assert results.tree() == Tree(head(repo), ())
     for rows in ([{"bits": 3}], [{"bits": 3}, {"bits": 2}]):
-        results.save(results.record("example", rows, *FIXED), repo / "results/a/cpu.json")
+        record = results.record("example", rows, *FIXED)
+        assert record["dirty"] is False
+        results.save(record, repo / "results/a/cpu.json")
     assert len(results.load(repo / "results/a/cpu.json")["rows"]) == 2
 
 
@@ -131,25 +129,9 @@ def test_a_script_refuses_at_its_start(repo, capsys):
     assert parsed([]).code is None
     a = parsed(["--out", str(repo / "a.json"), "--draft"])
     results.write(a, "example", [{"bits": 3}], *FIXED)
-    said = json.loads((repo / "a.json").read_text())
-    assert (
-        said["draft"] is True
-        and said["dirty"] is True
-        and said["changes"] == [" M scripts/x.py"]
-    )
-    with pytest.raises(ValueError, match="uncommitted"):
-        results.load(repo / "a.json")
     assert "with uncommitted changes, a draft" in results.stamp(
         results.load(repo / "a.json", draft=True)
     )
-
-
-def test_a_draft_of_a_clean_tree_is_not_shown_either(repo):
-    results.write(
-        parsed(["--out", str(repo / "a.json"), "--draft"]), "example", [{"bits": 3}], *FIXED
-    )
-    with pytest.raises(ValueError, match="is a draft"):
-        results.load(repo / "a.json")
 
 
 def test_the_code_is_that_of_the_start(repo):
@@ -202,20 +184,9 @@ def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
     assert third["rows"][0]["utc"] == "2026-01-01T00:00:00Z"
     assert "commits aaaaaaaa, bbbbbbbb, cccccccc, 2026-01-01 to " in results.stamp(third)
     assert "commit aaaaaaaa, 2026-01-01;" in results.stamp(third, third["rows"][:1])
-    for mutant, says in (
-        ({"commits": [A, B]}, "its head names"),
-        ({"commit": "d" * 40}, "no row is of its commit"),
-        (
-            {"rows": [{k: v for k, v in r.items() if k != "utc"} for r in third["rows"]]},
-            "carry its utc",
-        ),
-        (
-            {"rows": [{k: v for k, v in r.items() if k != "commit"} for r in third["rows"]]},
-            "carries its commit",
-        ),
-    ):
-        with pytest.raises(ValueError, match=says):
-            results.check(third | mutant)
+    bare = [{k: v for k, v in r.items() if k != "commit"} for r in third["rows"]]
+    with pytest.raises(ValueError, match="carries its commit"):  # others: chapter 03
+        results.check(third | {"rows": bare})
 
 
 @pytest.mark.parametrize(
@@ -302,5 +273,3 @@ def test_table_is_markdown_on_a_page_and_text_in_a_terminal():
         t._repr_markdown_() == "| a\\|b | n |\n| --- | --- |\n| x | 1 |\n| longer \\| | 22.5 |"
     )
     assert repr(t) == "a|b       n\nx         1\nlonger |  22.5"
-    with pytest.raises(ValueError, match="row 1 must have 2 cells, got 3"):
-        results.Table(("a", "b"), [(1, 2), (1, 2, 3)])

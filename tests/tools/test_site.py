@@ -1,7 +1,6 @@
 """What the site's check finds in a browser: what sticks out of a page, stands open, does not
 sort, or computes something else than Python."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -10,13 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location(
-    "preview_docs", ROOT / "scripts" / "tools" / "preview_docs.py"
-)
-preview = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(preview)
-
-import finish_pages  # beside preview_docs, which puts its folder on the path
+import finish_pages
+import preview_docs as preview
 import search_names
 
 LONG = "\n".join(f"x{i} = {i}" for i in range(40))
@@ -43,18 +37,24 @@ def page(body):
 <body><div class="page"><main>{body}</main></div><script src="site.js"></script></body></html>"""
 
 
-@pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
+SCRIPT = '<script src="site.js"></script>'
+needs_chromium = pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
+
+
+def plain_site(folder, **pages):
+    "A folder with these pages in the plain layout."
+    for path in (preview.LAYOUT, ROOT / "nbs" / "styles.css", ROOT / "nbs" / "site.js"):
+        (folder / path.name).write_text(path.read_text())
+    for name, text in pages.items():
+        (folder / f"{name}.html").write_text(text)
+
+
+@needs_chromium
 def test_a_browser_sees_what_is_wrong(tmp_path):
-    (tmp_path / "layout.css").write_text(preview.LAYOUT.read_text())
-    for name in ("styles.css", "site.js"):
-        (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
-    (tmp_path / "good.html").write_text(page(GOOD))
-    (tmp_path / "bad.html").write_text(page(BAD))
-    (tmp_path / "twice.html").write_text(
-        page(GOOD + '<dfn class="tq-term" data-name="tile" data-tip="256 tokens">tile</dfn>')
-    )
-    (tmp_path / "unscripted.html").write_text(
-        page(GOOD).replace('<script src="site.js"></script>', "")
+    term = '<dfn class="tq-term" data-name="tile" data-tip="256 tokens">tile</dfn>'
+    unscripted = page(GOOD).replace(SCRIPT, "")
+    plain_site(
+        tmp_path, good=page(GOOD), bad=page(BAD), twice=page(GOOD + term), unscripted=unscripted
     )
     problems = preview.Problems()
     assert preview.check_widths(tmp_path, problems) == 4
@@ -84,9 +84,6 @@ def test_a_browser_sees_what_is_wrong(tmp_path):
         assert any(words in line for line in found["unscripted"]), words
 
 
-needs_chromium = pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
-
-
 @pytest.fixture(scope="session")
 def shell():
     "Quarto's themes and scripts; without npm nothing of this can be seen (CI stops there)."
@@ -108,11 +105,7 @@ def quarto_page(shell, body, title="11 · A chapter", ours=True):
     values = dict.fromkeys([*names.split(), "neighbours"], "")
     text = preview.page_text(shell, values | {"title": title, "site": "site"}, body)
     if not ours:
-        text = re.sub(
-            r'<script src="site.js"></script>|<link rel="stylesheet" href="styles.css">',
-            "",
-            text,
-        )
+        text = re.sub(f'{SCRIPT}|<link rel="stylesheet" href="styles.css">', "", text)
     return text
 
 
@@ -238,22 +231,18 @@ COLOURS = """<p style="color:#888;background:#fff">pale</p><img src="x.png">
 <pre><code>WIDE</code></pre>""".replace("WIDE", "wide " * 200)
 
 
-@pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
+@needs_chromium
 def test_a_long_page_is_a_list_of_its_sections_on_a_phone(tmp_path):
     "Unfolded it would have more screens than a page may have."
-    (tmp_path / "layout.css").write_text(preview.LAYOUT.read_text())
-    for name in ("styles.css", "site.js"):
-        (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
     part = "<p>A line of text.</p>" * 200
     long = page("".join(f'<h2 id="part-{i}">Part {i}</h2>{part}' for i in range(4)))
-    (tmp_path / "folded.html").write_text(long)
-    (tmp_path / "open.html").write_text(long.replace('<script src="site.js"></script>', ""))
     later = (
         '<script>addEventListener("DOMContentLoaded", () => '
         'document.querySelectorAll("main p").forEach(x => x.style.height = "25em"))</script>'
     )
     few = "".join(f'<h2 id="part-{i}">Part {i}</h2>{part[:400]}' for i in range(4))
-    (tmp_path / "later.html").write_text(page(later + few))  # as formulas make a page grow
+    grown = page(later + few)  # as formulas make a page grow
+    plain_site(tmp_path, folded=long, open=long.replace(SCRIPT, ""), later=grown)
     problems = preview.Problems()
     assert preview.check_widths(tmp_path, problems) == 3
     assert [line.partition(":")[0] for line in problems] == ["open.html"]
@@ -271,22 +260,16 @@ def test_figures_follow_a_dark_page():
     assert re.search(r"main img \{[^}]*var\(--tq-picture\)[^}]*var\(--tq-over\)", styles)
 
 
-@pytest.mark.skipif(preview.browser() is None, reason="no chromium on the PATH")
+@needs_chromium
 def test_axe_sees_who_cannot_see(tmp_path):
-    (tmp_path / "layout.css").write_text(preview.LAYOUT.read_text())
-    for name in ("styles.css", "site.js"):
-        (tmp_path / name).write_text((ROOT / "nbs" / name).read_text())
     head = '<!DOCTYPE html><html lang="en"><head><title>page</title>'
     code = "".join(
         f'<span class="{x}">{x} </span>' for x in "kw im dv st co fu op va pp er".split()
     )
     good = GOOD + f'<div class="sourceCode"><pre><code>{code}</code></pre></div>'
-    for name, body in (("good", good), ("bad", COLOURS)):
-        text = page(body).replace("<!DOCTYPE html><html><head>", head)
-        text = text.replace('type="range"', 'type="range" aria-label="size"')
-        if name == "bad":
-            text = text.replace('<script src="site.js"></script>', "")
-        (tmp_path / f"{name}.html").write_text(text)
+    titled = lambda body: page(body).replace("<!DOCTYPE html><html><head>", head)
+    named = titled(good).replace('type="range"', 'type="range" aria-label="size"')
+    plain_site(tmp_path, good=named, bad=titled(COLOURS).replace(SCRIPT, ""))
     problems = preview.Problems()
     assert preview.check_access(tmp_path, problems) == 2
     assert [x for x in problems if x.startswith("good")] == []
@@ -350,11 +333,8 @@ def test_words_of_prose_are_counted_and_bounded():
         "Two words, `code` $x^2$ [link](a.html).\n```python\nnone of these\n```\n$$a + b$$ <br>"
     )
     assert preview.prose_words(text) == 4
-    words = preview.shelf_words(ROOT)
+    words, problems = preview.shelf_words(ROOT), preview.Problems()
     assert words["all"] == sum(words.values()) - words["all"] > words["book"] > 30_000
-    problems = preview.Problems()
-    preview.check_words(words, problems)
-    assert problems == []
     preview.check_words(words | {"book": preview.MOST_WORDS["book"] + 1}, problems)
     assert len(problems) == 1 and problems[0].startswith("book: ")
 
@@ -460,15 +440,9 @@ def test_a_search_for_a_public_name_leads_to_its_section(tmp_path, public_names)
     assert missing == ["KVStore (store.html#kvstore)"]
     by_name = {x["section"]: x for x in found}
     assert "KVStore.append" not in by_name
-    assert by_name["TurboQuantCache"] == {
-        "objectID": "cache.html#turboquantcache",
-        "href": "cache.html#turboquantcache",
-        "title": "",
-        "section": "TurboQuantCache",
-        "text": public["TurboQuantCache"][1],
-        "crumbs": ["5x · Transformers", "51 · The cache"],
-        "rank": 1,
-    }
+    held = by_name["TurboQuantCache"]
+    assert held["href"] == held["objectID"] == "cache.html#turboquantcache"
+    assert held["crumbs"] == ["5x · Transformers", "51 · The cache"] and held["rank"] == 1
     with pytest.raises(SystemExit, match="no section for KVStore"):
         names.main([str(tmp_path)])
     with pytest.raises(SystemExit, match="has no pages; render the site first"):
@@ -518,7 +492,7 @@ def test_a_search_finds_the_manual_first(tmp_path, shell):
     assert problems == []
     text = (tmp_path / "recipe.html").read_text()  # the page that asks: Fuse's own order
     (tmp_path / "recipe.html").write_text(
-        text.replace("Fuse.prototype", "Other").replace('<script src="site.js"></script>', "")
+        text.replace("Fuse.prototype", "Other").replace(SCRIPT, "")
     )
     preview.check_widths(tmp_path, problems, searches=preview.SEARCHES)
     due = [x for x in problems if "a page of the Manual is due" in x]
