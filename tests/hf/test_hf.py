@@ -868,7 +868,7 @@ def loop(model, inputs, cache, steps=5):
     "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "falcon"]
 )
 def test_padding_is_learnt_under_any_attention(name):
-    """Nobody calls set_padding: logits, tokens, sinks, means and codes of each row of a
+    """Nobody calls set_padding: logits, tokens, sinks and codes of each row of a
     left-padded batch are those of the row alone. An earlier cache took padding for sinks."""
     inputs, double = prompt(2, 30), doubled(name)
     for attention in three(double):
@@ -897,9 +897,6 @@ def test_padding_is_learnt_under_any_attention(name):
                     assert torch.allclose(
                         a.tensors["sinks"][row], b.tensors["sinks"][0], atol=1e-4
                     ), "exact tokens are the row's first real ones"
-                    assert a.mean is None or torch.allclose(
-                        a.mean[row].float(), b.mean[0].float(), atol=1e-2
-                    )
                 got, want = x.store.read(n)[0][row], y.store.read()[0][0]
                 assert float((got - want).norm() / want.norm()) < 1e-2
 
