@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from turboquant_nb.cache.attention import attend, dense_attention
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.quant.quantizer import decode
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 from tests.cache.test_store import random_recipe
 from tests.helpers import random_frame
@@ -35,7 +35,7 @@ def filled(
     half = max(d // 2 - seed % 2, 1)  # channel pairs that rotate
     kwargs |= dict(inv_freq=0.6 ** torch.arange(1.0, half + 1), tile=tile)
     frame = random_frame(heads, d, 2 * half, seed)
-    store = KVStore(recipe, batch, heads, d, dv, dtype, frame=frame, **kwargs)
+    store = store_class(recipe)(recipe, batch, heads, d, dv, dtype, frame=frame, **kwargs)
     k, v = (torch.randn(batch, heads, tokens, x, generator=g).to(dtype) for x in (d, dv))
     if start is not None:
         store.set_range(start=start)
@@ -58,16 +58,15 @@ def seen_by(store, n, first, causal, sliding_window):
 
 def read_unrounded(store, name):
     """What `store.read` gives, in the frame, before it is rounded to the model's dtype: [B, H,
-    length - offset, d] fp64."""
-    side = getattr(store, name)
-    x = decode(
-        side.q,
-        store.coded(name, store.offset, store.length),
-        store.center(name, store.offset, store.length),
-    ).double()
+    length - freed, d] fp64."""
+    coded = []
+    for run in store.runs:
+        span = name, run.offset, run.length
+        coded.append(decode(getattr(run, name).q, run.coded(*span), run.center(*span)))
+    x = torch.cat(coded, 2).double()
     states, positions = store.exact(name)
-    rows, slots = (positions >= store.offset).nonzero(as_tuple=True)
-    x[rows, :, positions[rows, slots] - store.offset] = states[rows, :, slots].double()
+    rows, slots = (positions >= store.freed).nonzero(as_tuple=True)
+    x[rows, :, positions[rows, slots] - store.freed] = states[rows, :, slots].double()
     same(x.to(store.dtype), store.read(framed=True)[name == "value"])
     return x
 
@@ -82,7 +81,7 @@ def reference(q, store, chunk, mask, first, **kwargs):
         if chunk is not None:
             chunk = (chunk[0].float() * pair).to(q.dtype), chunk[1]
     k, v = (read_unrounded(store, side) for side in ("key", "value"))
-    k, v = k[:, :, first - store.offset :].clone(), v[:, :, first - store.offset :].clone()
+    k, v = (x[:, :, first - store.freed :].clone() for x in (k, v))
     if chunk is not None:
         for dense, exact in ((k, chunk[0]), (v, chunk[1])):
             m = min(exact.shape[2], dense.shape[2])
@@ -152,9 +151,9 @@ def test_random_configurations(block):
         g = torch.Generator().manual_seed(trial)
         q = torch.randn(batch, heads * groups, n, d, generator=g).to(dtype)
         kwargs = dict(scaling=rng.choice((None, 0.3)), softcap=rng.choice((None, None, 2.0)))
-        causal, sliding_window, first = True, None, store.offset
+        causal, sliding_window, first = True, None, store.freed
         if rng.random() < 0.5:
-            first = rng.randint(store.offset, tokens - 1)
+            first = rng.randint(store.freed, tokens - 1)
             mask = (
                 torch.rand(
                     rng.choice((1, batch)),

@@ -179,16 +179,6 @@ def test_first_tokens_travel(block, sinks, window, gen):
     )[0]
 
 
-def test_first_tokens_are_refused():
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    for bad, why in (
-        (dict(tokens=0, sinks=2), "2 first tokens need at least 1 recent one, got 0"),
-        (dict(tokens=3, sinks=6), "room for 6 first tokens and a recent one, got 6 rows"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            Recent(torch.zeros(4, 1, 6, 5), table, **bad)
-
-
 def test_what_no_window_reaches_is_not_read(gen):
     "Its blocks are gone, and another layer's bytes may be NaN."
     key, value = Quantizer(Spec(3), 32), Quantizer(Spec(3), 32)

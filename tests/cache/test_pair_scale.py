@@ -1,5 +1,6 @@
 """A scale for each pair of channels, which the frame of a model has: keys are multiplied by it,
-queries divided. That no score changes by it, and that what moves a store takes it along."""
+queries divided. That no score changes by it, whoever attends. (test_store.py draws it in
+random sequences of operations.)"""
 
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 
 from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes, tail_with
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import launch, ops
 from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Spec
@@ -16,7 +17,7 @@ from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rope import apply_rope
 from turboquant_nb.theory.transforms import pair_scales
-from tests.helpers import random_transform, recording
+from tests.helpers import random_transform
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KERNELS = pytest.mark.skipif(
@@ -50,14 +51,12 @@ def states(b=2, h=2, groups=3, d=32, n=300, seed=0, dtype=torch.float32, rotary=
     return q.to(dtype), k.to(dtype), v.to(dtype), freq, frame
 
 
-def fitted(recipe, data, n=200, start=None, **how):
+def fitted(recipe, data, n=200, **how):
     "A store of the first n tokens."
     q, k, v, freq, frame = data
     rope = {"inv_freq": freq} if recipe.key.centre.rotates else {}
     how |= dict(dtype=k.dtype, frame=frame) | rope
     store = KVStore(recipe, k.shape[0], k.shape[1], k.shape[3], **how)
-    if start is not None:
-        store.set_range(start=torch.tensor(start))
     store.append(k[:, :, :n], v[:, :, :n])
     return store
 
@@ -131,87 +130,8 @@ def test_kernels_code_what_pytorch_codes():
     same(*(store.key.exact.recent for store in stores))
 
 
-def test_a_long_chunk_and_a_sliding_window():
-    data = q, k, v, *_ = states(n=300)
-    store = fitted(scaled(), data)
-    store.append(k[:, :, 200:], v[:, :, 200:])
-    chunk = q[:, :, 200:], k[:, :, 200:], v[:, :, 200:]
-    for window in (None, 120):
-        want = decoded(store, *chunk, sliding_window=window)
-        for backend in ("flash", "torch"):
-            got = ops.attend(
-                chunk[0], store, *chunk[1:], backend=backend, sliding_window=window
-            )
-            assert (got.out - want[0]).abs().max() < 1e-4, backend
-
-
-# --- a store's life
-
-
-def test_every_token_of_every_store_has_one_frame():
-    "Before the first token, after any number of them, and when all are gone."
-    data = q, k, v, *_, frame = states()
-    store, pair = fitted(scaled(), data, n=0), frame.pair.bfloat16()[None, :, None]
-    assert pair.float().std() > 0.1
-    for change in (
-        lambda: None,
-        lambda: store.append(k[:, :, :200], v[:, :, :200]),
-        lambda: store.append(k[:, :, 200:], v[:, :, 200:]),
-        lambda: store.crop(100),
-        lambda: store.crop(200),
-        lambda: store.append(k[:, :, 100:], v[:, :, 100:]),
-    ):
-        change()
-        same(store.key.frame.pair, pair)
-    assert store.length == 200 and store.value.frame.pair is None
-
-
-def test_what_is_not_asked_for_is_not_taken():
-    'Without a frame "auto" is "none"; with one, "none" stays it.'
-    q, k, v, freq, frame = states()
-    of = lambda center, scale: replace(
-        scaled(), key=replace(scaled().key, center=center, pair_scale=scale)
-    )
-    plain, auto, bare = (
-        KVStore(of(*kind), 2, 2, 32, inv_freq=freq, frame=given)
-        for *kind, given in (
-            ("none", "none", None),
-            ("auto", "auto", None),
-            ("none", "none", frame),
-        )
-    )
-    for s in (plain, auto, bare):
-        s.append(k, v)
-        assert s.key.frame == (None, None)
-    for a, b, c in zip(plain.read(), auto.read(), bare.read()):
-        same(a, b)
-        same(a, c)
-
-
-def test_padding_that_is_learnt_later_keeps_the_frame():
-    data = q, k, v, *_ = states()
-    store = fitted(scaled(), data)
-    pair = store.key.frame.pair.clone()
-    store.set_range(start=torch.tensor([0, 30]), k=k[:, :, :200], v=v[:, :, :200])
-    same(store.key.frame.pair, pair)
-    assert (store.read()[0] - k[:, :, :200])[1, :, 30:34].abs().max() < 1e-5  # its sinks
-    for a, b in zip(store.read(), fitted(scaled(), data, start=[0, 30]).read()):
-        same(a[:1], b[:1])
-        same(a[1:, :, 30:].contiguous(), b[1:, :, 30:].contiguous())
-
-
-def test_files_carry_it():
-    data = q, k, v, *_ = states()
-    store = fitted(scaled(), data)
-    again = store_of(*state_of(store))
-    for a, b in zip(store.read(), again.read()):
-        same(a, b)
-    same(store.key.frame.pair, again.key.frame.pair)
-    near = q[:, :, 200:201], k[:, :, 200:201], v[:, :, 200:201]
-    for s in (store, again):
-        s.append(*near[1:])
-    same(ops.attend(near[0], store).out, ops.attend(near[0], again).out)
-    tensors, header = state_of(store)
+def test_a_file_with_a_scale_that_cannot_be_is_refused():
+    tensors, header = state_of(fitted(scaled(), states()))
     for bad, why in (
         (0.0, "key.pair must be at least"),
         (torch.nan, "key.pair must be finite"),
@@ -220,64 +140,6 @@ def test_files_carry_it():
             store_of(tensors | {"key.pair": tensors["key.pair"] * bad}, header)
     with pytest.raises(ValueError, match="key.pair must be"):
         store_of({n: t for n, t in tensors.items() if n != "key.pair"}, header)
-
-
-def test_rows_share_it():
-    data = q, k, v, *_ = states()
-    store, pair = fitted(scaled(), data), fitted(scaled(), data).key.frame.pair
-    store.select([1, 0, 1])
-    store.repeat(2)
-    same(store.key.frame.pair, pair)
-    read = store.read()[0]
-    same(read[2], fitted(scaled(), data).read()[0][0])
-
-
-def test_rejected_drafts_leave_what_would_have_been():
-    data = q, k, v, *_ = states()
-    store, want = (fitted(scaled(), data) for _ in range(2))
-    into = store.key.into_frame
-    tail = tail_with(store, into(k[:, :, 200:210]), v[:, :, 200:210])
-    store.append(k[:, :, 200:210], v[:, :, 200:210])
-    store.crop(7, tail)
-    want.append(k[:, :, 200:203], v[:, :, 200:203])
-    for a, b in zip(store.read(), want.read()):
-        same(a, b)
-
-
-def test_bytes_are_counted():
-    for d, center in ((32, "none"), (64, "pre_rope")):
-        *_, inv_freq, frame = data = states(d=d)
-        store = fitted(scaled(center=center), data)
-        assert store.nbytes == expected_nbytes(store)
-        assert bytes_by_kind(store)["pair"] == 2 * 2 * d
-        plain = replace(store.recipe, key=replace(store.recipe.key, pair_scale="none"))
-        assert "pair" not in bytes_by_kind(
-            KVStore(plain, 1, 2, d, inv_freq=inv_freq, frame=frame)
-        )
-
-
-@pytest.mark.parametrize("coder", ["torch", "triton"])
-@KERNELS
-def test_captured_steps(coder):
-    "The device counts: the codes and the exact tokens of steps that the host takes."
-    data = q, k, v, *_ = states(n=120)
-    how = dict(max_length=140, static=True)
-    fixed, grows = fitted(scaled(), data, n=100, **how), fitted(scaled(), data, n=100)
-    for i in range(100, 104):
-        new = fixed.key.into_frame(k[:, :, i : i + 1]), v[:, :, i : i + 1]
-        with recording():
-            ops.CODERS[coder].append(fixed, *new)
-        grows.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
-    assert fixed.sync() == 104
-    same(fixed.key.frame.pair, grows.key.frame.pair)
-    same(fixed.key.exact.recent, grows.key.exact.recent)
-    codes = [s.coded("key", 0, 104).codes for s in (fixed, grows)]
-    assert (codes[0] != codes[1]).float().mean() < 2e-3
-    near = q[:, :, 103:104], k[:, :, 103:104], v[:, :, 103:104]
-    got, want = (ops.attend(near[0], s, *near[1:], backend="torch").out for s in (fixed, grows))
-    assert (got - want).abs().max() < 0.05
-    fixed.crop(20)  # the ring is written again from codes, which are in the frame
-    assert (fixed.read()[0] - grows.read(0, 84)[0]).norm() < 0.1 * k.norm()
 
 
 # --- where it cannot be

@@ -664,19 +664,6 @@ def test_what_a_recording_cannot_refuse():
     )
 
 
-def test_static_to_file_and_back():
-    store = make(max_length=40, static=True)
-    captured(store, *states(store, 10))
-    assert not store_of(*state_of(store)).clock.fixed
-    again = store_of(*state_of(store), max_length=40)
-    assert again.clock.fixed and int(again.clock.position) == again.length == 10
-    for s in (store, again):
-        captured(s, *states(s, 4, seed=1))
-        s.sync()
-    for a, b in zip(store.read(), again.read()):
-        same(a, b)
-
-
 # --- padding, chunks
 # ---------------------------------------------------------------------------------
 
@@ -757,27 +744,6 @@ def test_evict_frees_bytes():
 
 # --- bits as a vector, residuals, decay
 # -----------------------------------------------------------
-
-
-def test_bytes_of_every_kind():
-    "By hand at d = 16, tile 64: bits per token of codes, signs and numbers."
-    for spec, per_token in (
-        (Spec(3), 48 + 16),
-        (Spec(3, residual="sign"), 48 + 16),
-        (Spec(3, residual="qjl"), 48 + 32),
-        (Spec(2, residual="qjl", scale_dtype="float32"), 32 + 64),
-        (Spec(2.5), 40 + 16),
-        (Spec(2.125), 34 + 16),
-        (Spec((4, 1) * 8), 40 + 16),
-        (Spec(1.25), 20 + 16),
-        (Spec((3,) * 5 + (1,) * 11), 10 + 6 + 12 + 16),
-    ):  # groups of odd size pay half a slot per bit plane
-        store = make(Recipe(spec, spec, sinks=0, recent=0), 1, 1, 16, tile=64)
-        store.append(*states(store, 128))
-        assert store.nbytes - 8 == 2 * 128 * per_token // 8 == expected_nbytes(store) - 8, spec
-        parts = bytes_by_kind(store)
-        if spec.residual == "qjl":
-            assert parts["signs"] == 2 * 128 * 2 and parts["residual_norm"] == parts["scale"]
 
 
 def test_decay_frees_exactly_one_bit_per_value():

@@ -1,10 +1,8 @@
-"""transformers' own generation tests (tests/generation of its repository), read as a list of
-behaviours: each that concerns a cache has its case here or elsewhere in these tests. With all
-tokens held exactly a case gives what `DynamicCache` gives, or is refused in a sentence."""
+"""What transformers' own generation tests (tests/generation of its repository) ask of a cache,
+where no other test here asks it. With all tokens held exactly a case gives what `DynamicCache`
+gives, or is refused in a sentence."""
 
 import copy
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,76 +15,6 @@ from turboquant_nb.hf import TurboQuantCache
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 GREEDY = dict(max_new_tokens=8, do_sample=False)
-HERE = Path(__file__).parent
-
-# What they test -> our tests of it, by file and name; or why there is nothing to test.
-BEHAVIOURS = {
-    # test_utils.py, each kind of model
-    "greedy_generate": "test_hf::test_family",
-    "greedy_generate_dict_outputs(_use_cache)": "test_dict_outputs",
-    "sample_generate(_dict_output)": "test_hf::test_ways_of_generating, test_dict_outputs",
-    "beam_search_generate(_dict_outputs)": (
-        "test_hf::test_ways_of_generating, test_dict_outputs"
-    ),
-    "beam_sample_generate(_dict_output)": "test_hf::test_ways_of_generating, test_dict_outputs",
-    "model_parallel_beam_search": "test_hf_system::test_two_ranks_equal_one",
-    "generate_without_input_ids": "test_without_a_prompt",
-    "group_beam_search_generate": "nothing: transformers has it no more, it is code of the hub",
-    "constrained_beam_search_generate": (
-        "nothing: transformers has it no more, it is code of the hub"
-    ),
-    "contrastive_generate(_low_memory)": (
-        "nothing: transformers has it no more, it is code of the hub"
-    ),
-    "dola_decoding_sample": "nothing: transformers has it no more, it is code of the hub",
-    "assisted_decoding_matches_greedy_search": "test_drafts",
-    "assisted_decoding_sample": "test_drafts_that_are_sampled",
-    "assisted_decoding_with_logits_to_keep": "test_drafts",
-    "prompt_lookup_decoding_matches_greedy_search": "test_drafts",
-    "prompt_lookup_decoding_stops_at_eos": "test_drafts_stop_at_the_end",
-    "left_padding_compatibility": "test_hf::test_padding_is_learnt_under_any_attention",
-    "past_key_values_format": "test_dict_outputs",
-    "generate_from_inputs_embeds": "test_embeddings",
-    "generate_from_random_inputs_embeds": "test_embeddings",
-    "generate_from_inputs_embeds_with_static_cache": "test_embeddings",
-    "generate_continue_from_past_key_values": "test_hf::test_conversation_continues",
-    "generate_continue_from_inputs_embeds": "test_going_on_from_embeddings",
-    "offloaded_cache_implementation": "test_another_cache_beside_ours_is_refused",
-    "generate_with_static_cache": (
-        "test_hf_static::test_static_is_dynamic, test_another_cache_beside_ours_is_refused"
-    ),
-    "generate_with_quant_cache": "test_another_cache_beside_ours_is_refused",
-    "generate_compile_model_forward(_fullgraph)": "test_hf_static::test_generate_compiles",
-    "generate_compilation_all_outputs": "test_hf_static::test_generate_compiles",
-    "generate_methods_with_logits_to_keep": "test_drafts",
-    "eager_matches_sdpa_generate": "test_way::test_equal_tokens_on_codes_under_any_attention",
-    "eager_matches_fa2_generate": "test_way::test_flash_is_not_called",
-    "custom_4d_attention_mask": "test_hf::test_four_dimensional_masks",
-    "beam_search_low_memory": "nothing: transformers ignores it",
-    # test_utils.py, once
-    "speculative_sampling": "nothing: it computes with logits",
-    "cache_dependant_input_preparation": "test_hf::test_conversation_continues",
-    "custom_stopping_criteria(_overload_error), stop_sequence, max_time": "test_stopping",
-    "generated_length_assisted_generation": "test_drafts_stop_at_the_end",
-    "cfg_mixin": "test_way::test_guidance_runs_a_second_pass_on_a_cache_of_its_own",
-    "prefill_chunking": "test_hf::test_ways_of_generating",
-    "generate_custom_cache": "test_a_decoding_loop_of_ones_own",
-    "custom_generate_callable": "test_a_decoding_loop_of_ones_own",
-    "cache_in_generation_config": "test_a_cache_named_by_the_models_configuration",
-    "tuple_of_past_key_values": "test_old_forms_are_refused",
-    "assisted_decoding_in_different_gpu, multi_gpu_default": (
-        "nothing: each model has its own device, each cache follows its model"
-    ),
-    "logits_processor, watermarking, token_healing, streamers": (
-        "nothing: they see tokens and logits"
-    ),
-    # other files
-    "test_candidate_generator: early exit, other tokenizers": "test_drafts",
-    "test_mtp": "nothing: transformers asks for weights that no model here has",
-    "test_paged_attention, test_continuous_batching": "test_paged_memory_takes_no_cache",
-    "test_flash_attention_parity": "test_way::test_flash_is_not_called",
-    "test_fsdp": "nothing: a shard of weights is whole when its layer runs",
-}
 
 
 def tokens(model, inputs, cache, **how):
@@ -110,17 +38,6 @@ def on_codes(cache):
 def repeated():
     ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids))
-
-
-def test_every_behaviour_has_a_test_that_is_there():
-    for what, tests in BEHAVIOURS.items():
-        if tests.startswith("nothing: "):
-            continue
-        for name in tests.split(", "):
-            file, _, test = ("::" not in name) * "test_generation::" + name, 0, 0
-            file, test = file.split("::")
-            source = (HERE / f"{file}.py").read_text()
-            assert re.search(rf"^def {test}\(", source, re.M), (what, name)
 
 
 OUTPUTS = {
@@ -246,14 +163,6 @@ def test_going_on_from_embeddings():
     assert torch.equal(all_of_it, want) and on_codes(cache)
 
 
-@pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_another_cache_beside_ours_is_refused(kind):
-    model, cache = tiny(), ours(tiny())
-    with pytest.raises(ValueError, match="only one of the two"):
-        tokens(model, prompt(2, 12), cache, cache_implementation=kind)
-    assert cache.get_seq_length() == 0
-
-
 def test_a_cache_named_by_the_models_configuration(tmp_path):
     """A generation_config.json that names a cache: transformers says that one of the two must
     go; `cache_implementation=None` is the way."""
@@ -307,27 +216,6 @@ def test_a_decoding_loop_of_ones_own():
     cache = ours(model)
     got = tokens(model, inputs, cache, custom_generate=loop)
     assert torch.equal(got, own(model, inputs)) and on_codes(cache)
-
-
-def test_old_forms_are_refused():
-    model, inputs = tiny(), prompt(1, 12, padded=False)
-    with pytest.raises(ValueError, match="Cache"):
-        model.generate(**inputs, past_key_values=((1, 2),), **GREEDY)
-    with pytest.raises(ValueError, match="use_cache=True"):
-        tokens(model, inputs, ours(model), use_cache=False)
-
-
-def test_paged_memory_takes_no_cache():
-    """Continuous batching has memory of its own, and transformers passes a cache by without a
-    word: it stays empty, and says so."""
-    model, cache = tiny(), ours(tiny())
-    paged = transformers.ContinuousBatchingConfig(num_blocks=2, max_batch_tokens=64)
-    how = dict(cache_implementation="paged", continuous_batching_config=paged)
-    try:
-        tokens(model, prompt(1, 12, padded=False), cache, **how)
-    except (ValueError, ImportError) as refused:
-        assert str(refused)
-    assert cache.get_seq_length() == 0 and cache.report()["tokens"] == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])

@@ -210,15 +210,6 @@ def test_a_pass_without_use_cache_is_refused(what):
         model.generate(input_ids=IDS, past_key_values=cache, use_cache=False, **HOW)
 
 
-def test_what_one_model_read_another_does_not_go_on_with():
-    cache, model = filled(tiny()), tiny(seed=3)
-    with pytest.raises(ValueError, match="this cache holds states of llama"), torch.no_grad():
-        model(NEXT, past_key_values=cache)
-    with torch.no_grad():
-        alone(tiny())(NEXT, past_key_values=cache)  # a twin may
-    assert cache.get_seq_length() == 43
-
-
 @pytest.mark.parametrize("of", (lambda m: m, lambda m: m.config, lambda m: m.base_model.model))
 def test_adapters_are_not_switched_within_a_text(of):
     model = adapted()

@@ -570,6 +570,8 @@ def test_what_no_pass_could_serve_is_said_first():
     _, cache = generate(model, prompt(2, 20), "turboquant")
     with pytest.raises(ValueError, match="takes a negative number of tokens to remove, got 3"):
         cache.layers[0].crop(3)
+    with pytest.raises(ValueError, match="times must be"):
+        cache.batch_repeat_interleave(0)
     before = [x.clone() for x in cache.layers[0].store.read()]
     with pytest.raises(ValueError, match="lie in 0..1, got 0..2"):
         cache.reorder_cache(torch.tensor([0, 2]))
@@ -636,34 +638,6 @@ def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
         assert more.shape == (2, 29) and cache.get_seq_length() == 28
 
 
-@pytest.mark.parametrize("attention, masked", [("sdpa", False), ("turboquant", True)])
-def test_a_used_cache_refuses_another_prompt(attention, masked):
-    """`generate` cut as many tokens from it as were held and went on from the first prompt's
-    past, at positions that were taken; transformers says nothing."""
-    model = tiny()
-    for how in ({}, dict(max_length=64, static=True)):
-        cache = TurboQuantCache(model, "k4v4", **how)
-        first, second = prompt(2, 20, padded=False), prompt(2, 40, seed=1, padded=False)
-        said, _ = generate(model, first, attention, cache=cache)
-        before = [x.clone() for x in cache.layers[0].store.read()]
-        for n in (3, 14, 27):
-            inputs = {k: x[:, :n] for k, x in second.items() if masked or k == "input_ids"}
-            with pytest.raises(
-                ValueError,
-                match=(  # transformers below 5.23 first asks the cache with a mask
-                    "(The cache holds 27 tokens: .*|a column for each of 27 tokens held .*) "
-                    "For another prompt make a new cache, or call cache.reset"
-                ),
-            ):
-                generate(model, inputs, attention, cache=cache)
-        assert all(map(torch.equal, cache.layers[0].store.read(), before))
-        turn = dict(input_ids=torch.cat([said, second["input_ids"][:, :2]], 1))
-        more, _ = generate(model, turn, attention, cache=cache, max_new_tokens=4)
-        assert more.shape == (2, 34)
-    cache.reset()
-    assert torch.equal(generate(model, first, attention, cache=cache)[0], said)
-
-
 def test_positions_of_ones_own_are_served():
     """Only what `generate` leaves of a prompt is refused: positions that a caller chose, or a
     mask with holes, are the model's business, and the cache stores what comes."""
@@ -690,22 +664,6 @@ def test_a_cache_is_not_pickled():
     "The error was Python's: cannot pickle 'weakref.ReferenceType' object."
     with pytest.raises(TypeError, match="not pickled: cache.save.path. writes it"):
         pickle.dumps(TurboQuantCache(tiny()))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-def test_a_mask_of_one_dimension_is_refused(attention):
-    "It comes with token ids of one dimension, which transformers takes for as many sequences."
-    model, inputs = tiny(), prompt(1, 20, padded=False)
-    model.set_attn_implementation(attention)
-    for ids in (inputs["input_ids"], inputs["input_ids"][0]):
-        cache = cache_for(model)
-        with pytest.raises(
-            ValueError,
-            match=r"must be .sequences, tokens., as input_ids are; got .20.. "
-            r"One sequence is input_ids.None.",
-        ):
-            model(ids, attention_mask=torch.ones(20, dtype=torch.long), past_key_values=cache)
-        assert cache.get_seq_length() == 0
 
 
 def test_recipe_per_layer():
@@ -827,18 +785,6 @@ def test_a_cache_is_freed_with_its_last_name(attention):
         gc.enable()
 
 
-def test_forward_with_autograd_keeps_no_graph():
-    model, inputs = tiny(), prompt(1, 12, padded=False)
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache = cache_for(model, "k3v3")
-        with torch.enable_grad():
-            model(**inputs, past_key_values=cache)
-        with torch.no_grad():
-            model(inputs["input_ids"][:, :2], past_key_values=cache)
-        assert not any(t.requires_grad for t in walk(cache))
-
-
 # --- padding
 # --------------------------------------------------------------------------------------
 
@@ -868,7 +814,7 @@ def loop(model, inputs, cache, steps=5):
     "name", ["llama", "mistral", "gemma2", "gemma3_text", "gpt2", "falcon"]
 )
 def test_padding_is_learnt_under_any_attention(name):
-    """Nobody calls set_padding: logits, tokens, sinks, means and codes of each row of a
+    """Nobody calls set_padding: logits, tokens, sinks and codes of each row of a
     left-padded batch are those of the row alone. An earlier cache took padding for sinks."""
     inputs, double = prompt(2, 30), doubled(name)
     for attention in three(double):
@@ -897,9 +843,6 @@ def test_padding_is_learnt_under_any_attention(name):
                     assert torch.allclose(
                         a.tensors["sinks"][row], b.tensors["sinks"][0], atol=1e-4
                     ), "exact tokens are the row's first real ones"
-                    assert a.mean is None or torch.allclose(
-                        a.mean[row].float(), b.mean[0].float(), atol=1e-2
-                    )
                 got, want = x.store.read(n)[0][row], y.store.read()[0][0]
                 assert float((got - want).norm() / want.norm()) < 1e-2
 
@@ -1208,25 +1151,15 @@ def test_operations_of_a_step_in_each_layer():
     assert once <= each["turboquant"], (once, counts)  # less than one layer more
 
 
-def sliding_cache(window):
-    """A cache of a random model with sliding windows, and the function that feeds its first
-    layer n tokens."""
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    more = dict(sliding_window=window, max_position_embeddings=4096)
-    cache = TurboQuantCache(
-        tiny("mistral", num_hidden_layers=1, **heads, **more), "k3v3", attention="dense"
-    )
-    return cache.layers[0], lambda n, batch=1: cache.update(
-        torch.randn(batch, 1, n, 16), torch.randn(batch, 1, n, 16), 0
-    )
-
-
 def test_a_crop_needs_the_whole_window_before_the_new_end():
     "`length - n - window + 1`, not `length - n`: the token at the new end still looks back."
-    layer, feed = sliding_cache(100)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    more = dict(sliding_window=100, max_position_embeddings=4096)
+    model = tiny("mistral", num_hidden_layers=1, **heads, **more)
+    cache = TurboQuantCache(model, "k3v3", attention="dense")
     for _ in range(30):
-        feed(100)
-    store = layer.store
+        cache.update(*torch.randn(2, 1, 1, 100, 16), 0)
+    layer, store = cache.layers[0], cache.layers[0].store
     assert store.offset > 0
     lost = store.length - store.offset - 5  # five tokens are left: their windows are freed
     with pytest.raises(ValueError, match="a sliding layer keeps its window of 100"):
@@ -1234,14 +1167,3 @@ def test_a_crop_needs_the_whole_window_before_the_new_end():
     n = store.length - store.offset - 99  # the new end sees exactly what is there
     layer.crop(-n)
     assert store.length - store.offset == 99
-
-
-def test_repeated_rows_keep_their_padding():
-    "Neighbours together: row 0 twice, then row 1 twice."
-    layer, feed = sliding_cache(None)
-    layer.starts = (0, 3)
-    feed(9, batch=2)
-    layer.batch_repeat_interleave(2)
-    assert layer.starts == (0, 0, 3, 3) and layer.store.start.tolist() == [0, 0, 3, 3]
-    with pytest.raises(ValueError, match="times must be"):
-        layer.batch_repeat_interleave(0)

@@ -1,7 +1,7 @@
 """Images and videos: small random models of the vision-language families of transformers, in
 float64, in whose language model images are tokens like others, at positions of several axes
 (Qwen-VL), between tokens that see one another in both directions (Gemma 3, Molmo2, PaliGemma),
-or in layers with a sliding window (Gemma 3, Aya, Cohere 2)."""
+or in layers with a sliding window (Gemma 3, Cohere 2)."""
 
 import copy
 
@@ -60,23 +60,6 @@ QWEN = dict(
 T = transformers
 
 
-def llava(kind, **more):
-    text, eye = T.LlamaConfig(**TEXT), T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4)
-    return kind(text_config=text, vision_config=eye, image_token_index=IMAGE, **more)
-
-
-def idefics(kind):
-    text, eye = T.LlamaConfig(**TEXT), dict(**EYE, image_size=8, patch_size=2)
-    more = dict(scale_factor=2, image_token_id=IMAGE, pad_token_id=0)
-    return kind(text_config=text, vision_config=eye, **more)
-
-
-def cohere(kind, **more):
-    text, sizes = T.Cohere2Config(**TEXT, **SLIDES), dict(image_size=8, patch_size=2)
-    eye = T.SiglipVisionConfig(**EYE, **sizes, vision_use_head=False)
-    return kind(text_config=text, vision_config=eye, downsample_factor=2, **more)
-
-
 FAMILIES = {  # name: (class of the model, its config)
     "LlavaOnevision": lambda: T.LlavaOnevisionConfig(
         text_config=T.Qwen2Config(**TEXT),
@@ -93,8 +76,6 @@ FAMILIES = {  # name: (class of the model, its config)
         **QWEN,
         vision_config=QWEN_EYE | dict(num_position_embeddings=16, deepstack_visual_indexes=[0]),
     ),
-    "SmolVLM": lambda: idefics(T.SmolVLMConfig),
-    "Idefics3": lambda: idefics(T.Idefics3Config),
     "Gemma3": lambda: T.Gemma3Config(
         text_config=T.Gemma3TextConfig(**TEXT, **SLIDES),
         boi_token_index=BEGIN,
@@ -109,7 +90,12 @@ FAMILIES = {  # name: (class of the model, its config)
         image_token_id=IMAGE,
         downsample_ratio=0.5,
     ),
-    "Llava": lambda: llava(T.LlavaConfig, vision_feature_layer=-1),
+    "Llava": lambda: T.LlavaConfig(
+        text_config=T.LlamaConfig(**TEXT),
+        vision_config=T.CLIPVisionConfig(**EYE, image_size=8, patch_size=4),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+    ),
     "PaliGemma": lambda: T.PaliGemmaConfig(
         text_config=T.GemmaConfig(**TEXT),
         vision_config=T.SiglipVisionConfig(
@@ -117,19 +103,6 @@ FAMILIES = {  # name: (class of the model, its config)
         ),
         image_token_index=IMAGE,
         projection_dim=32,
-    ),
-    "Qwen2VL": lambda: T.Qwen2VLConfig(
-        **QWEN,
-        vision_config=dict(
-            depth=1,
-            embed_dim=16,
-            hidden_size=32,
-            num_heads=2,
-            mlp_ratio=2,
-            patch_size=2,
-            spatial_merge_size=2,
-            temporal_patch_size=2,
-        ),
     ),
     "Glm4v": lambda: T.Glm4vConfig(
         text_config=AXES,
@@ -141,10 +114,6 @@ FAMILIES = {  # name: (class of the model, its config)
         video_end_token_id=56,
         vision_config=QWEN_EYE | dict(image_size=8),
     ),
-    "LlavaNext": lambda: llava(
-        T.LlavaNextConfig, image_grid_pinpoints=[[8, 8]], vision_feature_layer=-1
-    ),
-    "VipLlava": lambda: llava(T.VipLlavaConfig, vision_feature_layers=[-1]),
     "Mistral3": lambda: T.Mistral3Config(
         text_config=T.MistralConfig(**TEXT),
         vision_config=T.PixtralVisionConfig(**EYE, head_dim=8, image_size=8, patch_size=2),
@@ -152,35 +121,14 @@ FAMILIES = {  # name: (class of the model, its config)
         spatial_merge_size=2,
         vision_feature_layer=-1,
     ),
-    "GotOcr2": lambda: T.GotOcr2Config(
-        text_config=T.Qwen2Config(**TEXT),
-        image_token_index=IMAGE,
-        vision_config=dict(
-            hidden_size=16,
-            output_channels=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=64,
-            patch_size=4,
-            global_attn_indexes=[0],
-            window_size=4,
-            mlp_dim=24,
+    "Cohere2Vision": lambda: T.Cohere2VisionConfig(
+        text_config=T.Cohere2Config(**TEXT, **SLIDES),
+        vision_config=T.SiglipVisionConfig(
+            **EYE, image_size=8, patch_size=2, vision_use_head=False
         ),
-    ),
-    "DeepseekVL": lambda: T.DeepseekVLConfig(
-        text_config=T.LlamaConfig(**TEXT),
-        vision_config=T.SiglipVisionConfig(**EYE, image_size=8, patch_size=4),
+        downsample_factor=2,
         image_token_id=IMAGE,
-        tie_word_embeddings=False,
-    ),
-    "AyaVision": lambda: cohere(
-        T.AyaVisionConfig,
-        image_token_index=IMAGE,
-        vision_feature_layer=-1,
-        adapter_layer_norm_eps=1e-6,
-    ),
-    "Cohere2Vision": lambda: cohere(
-        T.Cohere2VisionConfig, image_token_id=IMAGE, alignment_intermediate_size=32
+        alignment_intermediate_size=32,
     ),
     "Molmo2": lambda: T.Molmo2Config(
         text_config=TEXT | dict(additional_vocab_size=8),
@@ -217,7 +165,7 @@ FAMILIES = {  # name: (class of the model, its config)
         ),
     ),
 }
-VIDEOS = ("LlavaOnevision", "Qwen2_5_VL", "Qwen3VL", "Qwen2VL", "Glm4v", "Molmo2")
+VIDEOS = ("LlavaOnevision", "Qwen2_5_VL", "Qwen3VL", "Glm4v", "Molmo2")
 FAMILIES = {
     name: make for name, make in FAMILIES.items() if hasattr(T, name + "Config")
 }  # this transformers may be older
@@ -257,8 +205,7 @@ def body(name, video):
         return [VIDEO] * 3 if video else [IMAGE] * 10
     if video:  # Glm4v: frames are images between two marks; Molmo2: an image of more tokens
         return [55, *2 * [BEGIN, *[IMAGE] * 4, END], 56] if name == "Glm4v" else [IMAGE] * 8
-    n = {"LlavaNext": 10, "GotOcr2": 16}.get(name, 4)
-    return [BEGIN, *[IMAGE] * n, END] if name in ("Gemma3", "Glm4v") else [IMAGE] * n
+    return [BEGIN, *[IMAGE] * 4, END] if name in ("Gemma3", "Glm4v") else [IMAGE] * 4
 
 
 def asked(name, video=False, seed=0):
@@ -312,22 +259,13 @@ def asked(name, video=False, seed=0):
             image_grids=torch.tensor([[2, 2, 0, 0]] * 2),
             image_num_crops=torch.tensor([1, 1]),
         )
-    if name in ("LlavaNext", "Mistral3"):
-        return out | dict(
-            pixel_values=noise(*[2] * (name == "LlavaNext"), 3, 8, 8),
-            image_sizes=torch.tensor([[8, 8]] * 2),
-        )
+    if name == "Mistral3":
+        out["image_sizes"] = torch.tensor([[8, 8]] * 2)
     if name in ("Gemma3", "PaliGemma"):
         out["token_type_ids"] = (
             (ids == IMAGE).int() if name == "Gemma3" else torch.zeros_like(ids)
         )
-    return out | dict(
-        pixel_values=noise(
-            *[1] * (name in ("SmolVLM", "Idefics2", "Idefics3")),
-            3,
-            *[64 if name == "GotOcr2" else 8] * 2,
-        )
-    )
+    return out | dict(pixel_values=noise(*[1] * (name == "Idefics2"), 3, 8, 8))
 
 
 def answer(model, inputs, attention, cache, n=4):

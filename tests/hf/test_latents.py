@@ -51,17 +51,6 @@ def test_logits_of_codes_are_those_of_the_models_own_attention(name):
     assert gap < 1e-4, gap
 
 
-@pytest.mark.parametrize("name", NAMES[1:4])
-def test_with_all_tokens_exact_transformers_tokens_come(name):
-    model, inputs = small(name), prompt(2, 30)
-    own = model.generate(**inputs, **GREEDY)
-    for attention in ("eager", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache = TurboQuantCache(model, exact_recipe())
-        assert torch.equal(model.generate(**inputs, past_key_values=cache, **GREEDY), own)
-        assert set(cache.report()["served"]) == {"prefill", "codes"}
-
-
 def test_no_step_expands_the_past():
     "The weight that makes keys and values is asked for a prompt and for unit vectors, once."
     model, rows = small("DeepseekV3"), []

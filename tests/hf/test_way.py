@@ -18,6 +18,7 @@ from tests.helpers import exact_recipe, given_frame, prompt, tiny
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import layer as hf_layer
 from turboquant_nb.hf import hooks
+from turboquant_nb.hf.frame import frame_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 READS = ("codes", "dense")
@@ -326,7 +327,7 @@ def test_compiled_models(way):
         run = torch.compile(model, backend="eager")
     cache = TurboQuantCache(run, exact_recipe())
     assert torch.equal(tokens(run, inputs, cache, max_new_tokens=3), want) and on_codes(cache)
-    assert cache.coded_layers[0].starts == (0, 7)
+    assert cache.coded_layers[0].starts == (0, 7) and cache.frame is frame_of(model)
     torch._dynamo.reset()
 
 

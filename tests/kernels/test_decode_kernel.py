@@ -1,13 +1,11 @@
-"""The decode kernels: the portable one in Triton's interpreter against `attend`, the PTX of the
-other one emulated, its compiled form ahead of time, and all of it on a GPU where there is one
-(by several processes: compilation takes most of the time)."""
+"""The decode kernels: the portable one in Triton's interpreter against `attend`, the compiled
+form of the other one ahead of time, and all of it on a GPU where there is one (by several
+processes: compilation takes most of the time). Chapter 43 emulates the PTX."""
 
 import os
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,16 +30,10 @@ from turboquant_nb.kernels import (
     query,
 )
 from turboquant_nb.kernels.launch import decode_attention, refuses
-from turboquant_nb.theory.codebook import uniform, lloyd_max
-from turboquant_nb.cache.packing import Layout, pack
-from turboquant_nb.quant.mixed_precision import find_code
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.quant.residual import sign_codebook
-from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.cache.store import KVStore
 from tests.helpers import ahead_of_time, attended_store as setup
-from tests.kernels.ptx import run_ptx
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -545,103 +537,8 @@ def test_bad_arguments():
             decode_attention(**(dict(q=q, store=store) | arguments))
 
 
-# ---- the PTX, emulated
-def looked_up(codes, levels, along):
-    "int8 levels of a tile [256, d] as the generated PTX finds them: [256, d]."
-    bits, half = len(levels).bit_length() - 1, codes.shape[1] // 2
-    planes = [
-        p[0] if along == "channel" else p[0].T
-        for p in pack(codes, Layout(bits, codes.shape[1], along))
-    ]
-    inputs = [
-        x if along == "channel" else x.T
-        for x in (planes[0][:, :half], planes[0][:, half:], *planes[1:])
-    ]
-    inputs = [x.contiguous().numpy().view(np.uint32) for x in inputs]
-    table = [
-        np.int64(w)
-        for w in decode_launch.pack_lut(levels)[: {2: 1, 3: 2, 4: 4}[bits]]
-        for _ in range(4)
-    ]
-    out = run_ptx(decode_mma.lookup_asm(bits, along == "channel")[0], inputs + table)
-    out = torch.from_numpy(np.stack(out).view(np.int8)).view(
-        2, 2, 2, *inputs[0].shape, 4
-    )  # half, pair, which, .., word, byte
-    if along == "channel":
-        return (
-            out.flatten(1, 2).flatten(3).permute(1, 2, 0, 3).reshape(256, -1)
-        )  # half, quarter, row, channel
-    out = out.unflatten(
-        -1, (2, 2)
-    )  # half, pair, which two of four tokens, channel, word, token, quarter
-    return out.permute(1, 6, 4, 2, 5, 0, 3).reshape(256, -1)
-
-
+# ---- codes by windows
 CHAINED = ((2, "trellis"), (3, "trellis"))
-
-
-def chained(code, codes, along):
-    "As `looked_up`, of a code whose levels are those of windows."
-    d, bits, half = code.d, code.trellis.bits, code.d // 2
-    back, circular, *masks = decode_launch.chain_of(code.lut, bits)
-    table = decode_launch.pack_lut(
-        code.lut.levels, decode_launch.selector_bits(code.lut.taps, bits)
-    )
-    planes = [p[0].numpy() for p in pack(codes, Layout(bits, d, along))]
-    if along == "channel":
-        words = d // 32
-        text, _ = decode_mma.key_chain_asm(tuple(masks), bits, back, bool(circular), words)
-        planes = [planes[0][:, :half], planes[0][:, half:], planes[-1][:, :half]]
-        planes = [np.ascontiguousarray(p).view(np.uint32).reshape(64, 4, -1) for p in planes]
-        inputs = [p[..., i] for p in planes for i in range(words)]
-        inputs += [np.int64(w) for w in table for _ in range(4 * words)]
-        out = np.stack(run_ptx(text, inputs, 8 * words))
-        out = out.reshape(2, 2, 2, words, 64, 4).transpose(1, 2, 4, 0, 5, 3)
-        return torch.from_numpy(np.ascontiguousarray(out).view(np.int8).reshape(256, d))
-    text, _, first, _ = decode_mma.value_chain_asm(tuple(masks), bits, back, bool(circular))
-    planes, pieces = [p.view(np.uint32).reshape(-1, 4, 4) for p in planes], d // 32
-    at = sum((np.arange(d) >> i & 1) << b for i, b in enumerate(decode_mma.place_bits(d)))
-    at = at.reshape(2, pieces, 2, 8)  # half, piece, row, lane
-
-    def piece(c):
-        sides = (planes[0], 0), (planes[0], 1), (planes[-1], 0)
-        return [p[at[h, c, r], :, i].T for p, h in sides for r in (0, 1) for i in range(4)]
-
-    unread = lambda words: [0xDEADBEEF if w is None else w for w in words]
-    carry = unread(run_ptx(first, piece(pieces - 1), 32))
-    levels = torch.zeros(2, 2, 4, 4, 2, 2, d, dtype=torch.int8)
-    for c in range(pieces):
-        inputs = piece(c) + carry + [np.int64(w) for w in table for _ in range(32)]
-        out = run_ptx(text, inputs, 96)
-        carry = unread(out[64:])
-        out = np.stack(out[:64]).reshape(2, 2, 2, 2, 4, 4, 8)
-        # half, pair, which two tokens, row, word, column, lane, token, quarter
-        out = torch.from_numpy(out.copy()).view(torch.int8).view(*out.shape, 2, 2)
-        out = out.permute(1, 8, 5, 4, 2, 7, 0, 3, 6)
-        levels[..., at[:, c].reshape(-1)] = out.flatten(-3)
-    return levels.reshape(256, d)
-
-
-@mark.parametrize(
-    "bits, along, d, start",
-    (
-        (2, "channel", 64, "zero"),
-        (3, "channel", 128, "tail"),
-        (2, "token", 128, "tail"),
-        (3, "token", 64, "zero"),
-    ),
-)
-def test_chains_emulated(bits, along, d, start):
-    trellis = replace(find_code(Spec(bits, codebook="trellis"), d).trellis, start=start)
-    code, g = TrellisCode(trellis, d), torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 2**bits, (256, d), dtype=torch.uint8, generator=g)
-    found = chained(code, codes, along)
-    assert torch.equal(found * torch.tensor(code.lut.step), code.levels(codes))
-    other = "tail" if start == "zero" else "zero"
-    wrong = chained(TrellisCode(replace(trellis, start=other), d), codes, along) != found
-    assert 0 < int(wrong.any(0).sum()) <= 3  # the first channels of the chain
-    codes[:, 5] ^= 1
-    assert not torch.equal(chained(code, codes, along), found)
 
 
 def test_chains_and_kernels():
@@ -660,24 +557,6 @@ def test_chains_and_kernels():
         q, store, _ = setup(**more, table="trellis")
         for kernel in ("auto", "fragments", "portable"):
             assert "2 or 3 bits and 64 or 128 channels" in refuses(Call.of(q, store), kernel)
-
-
-@mark.parametrize("bits", (2, 3, 4))
-@mark.parametrize("along", ("channel", "token"))
-@mark.parametrize("d", (16, 96, 256))
-def test_ptx_emulated(bits, along, d):
-    g = torch.Generator().manual_seed(0)
-    for book in (lloyd_max(bits), lloyd_max(bits, d), uniform(bits), sign_codebook(bits)):
-        codes = torch.randint(0, 2**bits, (256, d), dtype=torch.uint8, generator=g)
-        levels = book.to_int8_grid().int8().levels
-        assert torch.equal(looked_up(codes, levels, along), levels[codes.int()])
-    wild = torch.randint(-128, 128, (2**bits,), generator=g).to(
-        torch.int8
-    )  # any table of int8, symmetric or not
-    assert torch.equal(looked_up(codes, wild, along), wild[codes.int()])
-    wrong = wild.clone()
-    wrong[-1] ^= 1
-    assert not torch.equal(looked_up(codes, wrong, along), wild[codes.int()])
 
 
 @needs_triton
