@@ -253,8 +253,8 @@ def _fits(x: Tensor, pair: Tensor, grouped: bool = False) -> bool:
 
 
 def scaled_keys(x: Tensor, pair: Tensor | None) -> Tensor:
-    """Keys [B, H, n, d] times a pair scale [1, H, 1, d], rounded to their dtype. What has another
-    shape is left for others to refuse."""
+    """Keys [B, H, n, d] times a pair scale [1, H, 1, d], rounded to their dtype. What has
+    another shape is left for others to refuse."""
     return x if pair is None or not _fits(x, pair) else (x * pair).to(x.dtype)
 
 

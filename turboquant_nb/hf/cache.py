@@ -485,8 +485,8 @@ class TurboQuantCache(Cache):
             self.held_adapters = now
         elif self.held_adapters != now:
             raise ValueError(
-                f"this cache holds states of adapters {self.held_adapters}, and {now} take part "
-                "now: make a cache for each, or call cache.reset()"
+                f"this cache holds states of adapters {self.held_adapters}, and {now} take "
+                "part now: make a cache for each, or call cache.reset()"
             )
 
     def check_model(self, config) -> None:

@@ -78,8 +78,8 @@ class LayerFrame:
         mean: str,  # "mean", "fixed" or "", for none
         pair: bool,  # whether keys are multiplied by the pair scale
     ) -> tuple:  # (mean or None, pair or None), [1, H, 1, d] bf16
-        """What a store of these keys holds, the mean times the pair scale; made once, and shared
-        by all stores of the layer."""
+        """What a store of these keys holds, the mean times the pair scale; made once, and
+        shared by all stores of the layer."""
         name = device, mean, pair
         if name not in self.placed:
             with torch.inference_mode(False), torch.no_grad():
