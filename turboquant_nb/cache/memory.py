@@ -349,8 +349,8 @@ class Part:
     @property
     def tensors(self) -> dict:
         "All of them by name, in the order that kernels and files take them."
-        frame = self.frame._asdict()
-        return self.row_tensors | {name: frame[name] for name in self.frame_names}
+        frame = self.frame._asdict().items()
+        return self.row_tensors | {name: x for name, x in frame if x is not None}
 
     def hold(self, tensors: dict) -> None:
         "Have these tensors in place of its own."

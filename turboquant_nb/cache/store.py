@@ -144,7 +144,9 @@ class KVStore:
     def nbytes(self) -> int:
         """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
         see `tables`."""
-        return sum(bytes_by_kind(self).values())
+        numbers = (self.start, self.end, self.clock.position, self.flags)
+        rows = [t for run in self.runs for p in run.parts for t in p.row_tensors.values()]
+        return sum(t.nbytes for t in (*rows, *self.key.frame, *numbers) if t is not None)
 
     def bits_per_value(self) -> float:
         "8 * nbytes over the number of key and value entries stored; nan when empty."
