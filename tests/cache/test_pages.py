@@ -91,6 +91,9 @@ def test_refused():
             continue
         with pytest.raises((TypeError, ValueError), match=why):
             c.check(bad)
+    with pytest.raises(ValueError, match="slots must be below 64, got 64"):
+        k, v = torch.zeros(1, 1, 2), torch.zeros(1, 1, 3)
+        store_recent(torch.zeros(16, 1, 4, 5), k, v, torch.tensor([64]))
     with pytest.raises(ValueError, match="k and v must be given together"):
         q = Quantizer(Spec(3), 64)
         attend_cells(
@@ -100,38 +103,6 @@ def test_refused():
             Requests(torch.zeros(1, 1, dtype=torch.int32), torch.tensor([1])),
             torch.tensor([0, 1]),
             Exact(torch.zeros(1, 2, 64)),
-        )
-
-
-def test_each_token_is_read_once(gen):
-    """Whatever the window, the past and the blocks: codes for the first tokens, exact states
-    for the rest, whose older blocks are gone."""
-    for tokens in (1, 4, 16, 33):
-        for past in (0, 1, 15, 16, 17, 40):
-            for n in (1, 4, 16):
-                table = torch.randperm(64, generator=gen)[: -(-past // n) + 1].int()[None]
-                recent = Recent(torch.full((64, 1, n, 5), torch.nan), table, tokens)
-                t = torch.arange(max(0, past - tokens), past)
-                store_recent(
-                    recent.cache,
-                    t[:, None, None].expand(-1, 1, 2).float(),
-                    -t[:, None, None].expand(-1, 1, 3).float(),
-                    table[0][t // n].long() * n + t % n,
-                )
-                ((_, (k, v)),) = recent.read(recent.places([(0, past)]), 2)
-                assert (
-                    k.shape[1:] == (1, 2)
-                    and v.shape[1:] == (1, 3)
-                    and torch.equal(k[:, 0, 0], t.float())
-                    and torch.equal(v[:, 0, 2], -t.float())
-                )
-                assert [*range(past - len(k)), *k[:, 0, 1].int().tolist()] == list(range(past))
-    with pytest.raises(ValueError, match="slots must be below 64, got 64"):
-        store_recent(
-            torch.zeros(16, 1, 4, 5),
-            torch.zeros(1, 1, 2),
-            torch.zeros(1, 1, 3),
-            torch.tensor([64]),
         )
 
 

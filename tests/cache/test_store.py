@@ -689,35 +689,6 @@ def test_a_padded_row_is_coded_as_one_alone(center, gen):
                 same(a, b)
 
 
-@pytest.mark.parametrize("center", ("fixed", "pre_rope"))
-@pytest.mark.parametrize("start", ((0, 0), (0, 40)))
-@pytest.mark.parametrize("codebook, d", (("sphere", 16), ("trellis", 16), ("sphere", 128)))
-def test_chunks_and_other_rows_change_no_code(center, start, codebook, d, gen):
-    """The same 400 states at once, in 100 + 16 + 284, and alone: the same planes and scales,
-    bit for bit. Kills: anything that is taken from the tokens of a chunk, or of another row."""
-    key = Spec(3, center=center, pair_scale="frame", codebook=codebook)
-    recipe = Recipe(key, Spec(2, codebook=codebook), sinks=4, recent=16)
-    k, v = (torch.randn(2, 2, 2, 400, d, generator=gen) + 1).unbind()
-    k[1], v[1] = 30 * k[1] - 9, -v[1]  # a neighbour that is not alike
-    inv_freq = 0.9 ** torch.arange(1.0, d // 2 + 1)
-    stores = []
-    for rows, chunks in ((2, (400,)), (2, (100, 16, 284)), (1, (400,)), (1, (100, 16, 284))):
-        store = make(recipe, rows, d=d, inv_freq=inv_freq)
-        store.set_range(start=torch.tensor(start[:rows]))
-        for a, b in zip(k[:rows].split(chunks, 2), v[:rows].split(chunks, 2)):
-            store.append(a, b)
-        stores.append(store)
-    whole = state_of(stores[0])[0]
-    assert len([n for n in whole if "plane" in n or "scale" in n]) >= 4
-    for store in stores[1:]:
-        for name, t in state_of(store)[0].items():
-            if "." in name:
-                same(t, whole[name][: len(t)].contiguous())
-    other = make(recipe, 1, d=d, inv_freq=inv_freq, frame=random_frame(2, d, d, seed=1))
-    other.append(k[:1], v[:1])
-    assert not torch.equal(state_of(other)[0]["key.plane0"], whole["key.plane0"][:1])
-
-
 # --- size, growth
 # ---------------------------------------------------------------------------------
 

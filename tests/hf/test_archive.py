@@ -20,15 +20,8 @@ from turboquant_nb.hf.archive import FORMAT, read_states
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
-CONFIG = transformers.LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    pad_token_id=0,
-)
+SMALL = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+CONFIG = tiny(**SMALL).config
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 RECIPES = {name: name for name in ("k4v4", "k3v3", "k2v2-trellis")} | {
     "fractions": Recipe(Spec(2.5), Spec(3.5)),
@@ -46,9 +39,8 @@ def filled(**how):
     ids = torch.ones(2, 9, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
-    model = transformers.LlamaForCausalLM(CONFIG).eval()
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        tiny(**SMALL)(ids, attention_mask=mask, past_key_values=cache)
     return cache
 
 
@@ -219,16 +211,7 @@ def test_a_header_cannot_ask_for_more_memory_than_the_file_holds(name, value, wh
 @pytest.mark.parametrize("static", (False, True))
 def test_a_sliding_layer_that_grows_gets_no_room_for_a_whole_text(static, tmp_path):
     "It frees what no query sees; where the device counts, every layer has room for all."
-    config = transformers.Gemma2Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        sliding_window=16,
-    )
+    config = tiny("gemma2", **SMALL).config
     how = dict(max_length=60, static=True) if static else {}
     cache = TurboQuantCache(config, "k4v3", frame=given_frame(config), **how)
     g = torch.Generator().manual_seed(0)
@@ -251,9 +234,9 @@ def test_layers_of_different_lengths_are_refused(tmp_path):
 
 def test_a_chunk_that_flash_serves_is_no_reason_to_complain():
     "Of reasons the report says those of steps; a long chunk has its own way, which is fast."
-    cache, model = filled(), transformers.LlamaForCausalLM(CONFIG).eval()
+    cache = filled()
     with torch.no_grad():
-        model(torch.ones(2, 40, dtype=torch.long), past_key_values=cache)
+        tiny(**SMALL)(torch.ones(2, 40, dtype=torch.long), past_key_values=cache)
     report = cache.report()
     assert sum(x.backends["flash"] for x in cache.coded_layers) == 2
     assert not report["reasons"], report["reasons"]

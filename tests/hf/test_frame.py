@@ -13,20 +13,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import (
-    BASE,
-    DROP,
-    VOCAB,
-    exact_recipe,
-    generate,
-    given_frame,
-    logits,
-    made,
-    prompt,
-    random_frame,
-    three,
-    tiny,
-)
+from tests.helpers import BASE, DROP, VOCAB, generate, given_frame, logits, made, prompt, tiny
 from tests.hf.test_hf import SHARERS
 from tests.hf.test_hf_vision import made as with_eyes
 from turboquant_nb.evaluation.candidates import as_candidate
@@ -93,76 +80,6 @@ def random_ids(rows, n, seed=0):
 
 
 # --- codes
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "qwen3"])
-def test_codes_depend_on_states_and_positions_alone(name):
-    """In one chunk and in three, behind another prompt, beside another row: the first layer has
-    the same planes and scales. (float64: rounding of a matrix product flips no code.)"""
-    room = dict(max_position_embeddings=512)
-    room |= dict(n_positions=512) if name == "gpt2" else {}
-    model, ids = fresh(name, **room).double(), random_ids(1, 400)
-    model.set_attn_implementation("turboquant")
-    other = random_ids(1, 400, seed=1)
-
-    def read(cache, ids, *cuts):
-        for a, b in zip((0, *cuts), (*cuts, 400)):
-            logits(model, ids[:, a:b], past_key_values=cache)
-        return cache
-
-    def codes(cache, row):
-        store = cache.coded_layers[0].store
-        planes = [x[row] for part in store.parts for x in part.memory.planes]
-        coded = [store.coded(side, 0, 400) for side in ("key", "value")]
-        return [*planes, *(y[row] for x in coded for y in (x.codes, x.scale))]
-
-    new = lambda: TurboQuantCache(model, "k3v3", max_length=512)
-    want, used, cropped = codes(read(new(), ids), 0), read(new(), other), read(new(), other)
-    used.reset(), cropped.crop(-400)
-    for what, cache, row in (
-        ("three chunks", read(new(), ids, 100, 116), 0),
-        ("token by token", read(new(), ids, 390, *range(391, 400)), 0),
-        ("behind another prompt", read(used, ids), 0),
-        ("behind one that was cropped", read(cropped, ids, 5), 0),
-        ("beside another row", read(new(), torch.cat([other, ids])), 1),
-    ):
-        assert all(map(torch.equal, codes(cache, row), want)), what
-    assert not all(map(torch.equal, codes(read(new(), other), 0), want))
-    spec = new().coded_layers[0].recipe.key
-    assert spec.center == ("fixed" if name == "gpt2" else "pre_rope")
-    assert spec.pair_scale == "frame"
-
-
-@pytest.mark.parametrize(
-    "name", "llama qwen2 gemma3_text gemma2 gpt_neox gpt2 mistral gpt_oss falcon_h1".split()
-)
-def test_tokens_of_exact_caches(name):
-    """Left-padded, every token exact, keys in a random frame: the tokens of transformers' own
-    cache, from all attentions."""
-    model, inputs = tiny(name), prompt()
-    own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    held = find_frame(model)
-    scaled = lambda i, x: random_frame(*x.fixed.shape, 4, seed=i)  # 4 channels rotate in all
-    held = replace(held, frames=tuple(scaled(i, x) for i, x in enumerate(held.frames)))
-    recipe = replace(exact_recipe(), key=Spec(3, center="none", pair_scale="frame"))
-    if name not in ("gpt2",):  # whole pairs: what RoPE rotates must be alike in both
-        halves = [x.pair.shape[1] // 2 for x in held.frames]
-        alike = lambda x, r: replace(x, pair=x.pair[:, :r].repeat(1, 2))
-        held = replace(held, frames=tuple(map(alike, held.frames, halves)))
-    if name == "gpt_neox":  # half of the channels rotate
-        alike = lambda x: replace(
-            x, pair=torch.cat([x.pair[:, :2].repeat(1, 2), x.pair[:, 4:]], 1)
-        )
-        held = replace(held, frames=tuple(map(alike, held.frames)))
-    for attention in three(model):
-        model.set_attn_implementation(attention)
-        how = dict(attention="auto" if attention == "turboquant" else "dense", frame=held)
-        cache = TurboQuantCache(model, recipe, **how)
-        got, _ = generate(model, inputs, attention, cache=cache)
-        assert torch.equal(got, own), attention
-        assert all(
-            float(x.store.key.frame.pair.float().std()) > 0.1 for x in cache.coded_layers
-        )
 
 
 @pytest.mark.parametrize("protocol", ["decode", "stress"])

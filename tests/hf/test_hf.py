@@ -208,54 +208,6 @@ def test_what_serves_is_chosen_once_with_learnt_logits_too(name):
         assert len(layer.rules) == 1 and len(layer.store.memo["choices"]) == 1
 
 
-@pytest.mark.parametrize(
-    "name, kind", [("llama", "grows"), ("mistral", "static"), ("gpt_oss", "grows")]
-)
-def test_a_chunk_is_its_tokens_one_by_one(name, kind):
-    """Chunks of 2 to 16 tokens in a padded batch, after crops too: the logits and the exact
-    tokens of single steps. The mutant loses the tail, and the recent tokens that its chunk
-    replaced."""
-    model, inputs = doubled(name) if name != "gpt_oss" else tiny(name), prompt(2, 40)
-    model.set_attn_implementation("turboquant")
-    more = dict(max_length=90, static=True) if kind == "static" else {}
-    recipe, worst = Recipe(Spec(2), Spec(2), sinks=2, recent=5), 0.0
-    once, steps, mutant = (TurboQuantCache(model, recipe, **more) for _ in range(3))
-    new, mask = (
-        prompt(2, 40, seed=5, padded=False)["input_ids"],
-        torch.cat([inputs["attention_mask"], torch.ones(2, 40, dtype=torch.long)], 1),
-    )
-
-    def run(cache, a, z):
-        with torch.no_grad():
-            position = (mask.cumsum(-1) - 1)[:, 40 + a : 40 + z]
-            return model(
-                new[:, a:z],
-                attention_mask=mask[:, : 40 + z],
-                position_ids=position,
-                past_key_values=cache,
-            ).logits
-
-    with torch.no_grad():
-        for cache in (once, steps, mutant):
-            model(**inputs, past_key_values=cache)
-    at = 0
-    for n, keep in ((2, 2), (9, 4), (16, 15), (7, 1)):
-        got, lost = run(once, at, at + n), run(mutant, at, at + n)
-        for cache in (once, mutant):
-            for x in cache.coded_layers:
-                x.tail = None if cache is mutant else x.tail
-            cache.crop(keep - n)
-        want = torch.cat([run(steps, i, i + 1) for i in range(at, at + keep)], 1)
-        limit = 1e-4 * float(want.abs().max())
-        assert float((got[:, :keep] - want).abs().max()) < limit, (n, keep)
-        worst = max(worst, float((lost[:, :keep] - want).abs().max()) / limit)
-        at += keep
-        for x, y in zip(once.coded_layers, steps.coded_layers):
-            for a, b in zip(x.store.exact("key"), y.store.exact("key")):
-                assert torch.allclose(a.double(), b.double(), atol=1e-4)
-    assert worst > 20, worst
-
-
 def test_a_config_cannot_tell_drafts_from_the_prompt():
     """A cache made from a config serves prompt lookup all the same; the one call that it would
     listen to is left alone."""

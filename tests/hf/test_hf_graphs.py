@@ -41,6 +41,22 @@ def same_tokens(model, inputs, caches, **options):
     return outs[0]
 
 
+@torch.no_grad()
+def read(model, cache, text, first, counts, back=0, then=lambda: None):
+    """Logits of passes of so many tokens behind the first ones, as they come where drafts are
+    verified; of each pass some tokens are taken back, and `then` looks."""
+    model.set_attn_implementation("turboquant")
+    cache.activate_past_recording()
+    model(text[:, :first], past_key_values=cache)
+    said, at = [], first
+    for n in counts:
+        said.append(model(text[:, at : at + n], past_key_values=cache).logits)
+        cache.crop(-back)
+        at += n - back
+        then()
+    return said
+
+
 @pytest.mark.parametrize(
     "way, padded", covering_pairs(["greedy", "sampled", "beams", "returned"], [True, False])
 )
@@ -473,19 +489,11 @@ def test_slots_of_the_ring_are_computed_once_for_all_layers(monkeypatch):
     notes = lambda self, store: asked.append(self.by_device) or ring(self, store)
     monkeypatch.setattr(DeviceClock, "ring", notes)
     model = tiny("llama", num_hidden_layers=4)
-    model.set_attn_implementation("turboquant")
     recipes = [Recipe(Spec(3), Spec(3), recent=n) for n in (7, 5, 7, 5)]
     text, said = prompt(1, 90, padded=False)["input_ids"], []
     for graphs in (False, Tape):
-        cache, at = TurboQuantCache(model, recipes, max_length=100, graphs=graphs), 40
-        cache.activate_past_recording()
-        with torch.no_grad():
-            model(text[:, :at], past_key_values=cache)
-            out = []
-            for n in (4, 4, 4, 4, 5, 5, 5, 4, 5):
-                out.append(model(text[:, at : at + n], past_key_values=cache).logits)
-                cache.crop(-2)
-                at += n - 2
+        cache = TurboQuantCache(model, recipes, max_length=100, graphs=graphs)
+        out = read(model, cache, text, 40, (4, 4, 4, 4, 5, 5, 5, 4, 5), back=2)
         said.append(torch.cat(out, 1))
     assert sum(asked) == 2 * 2 and cache.runner.captured == 2, asked
     assert (said[0] - said[1]).abs().max() < 1e-4 * said[0].abs().max()
@@ -495,22 +503,18 @@ def test_passes_of_changing_lengths_are_not_captured():
     """An assistant that drafts now 2, now 3 tokens would pay for graphs that are hardly
     replayed: a number of tokens is captured when it comes twice in a row."""
     model, text = tiny(), prompt(1, 60, padded=False)["input_ids"]
-    model.set_attn_implementation("turboquant")
     logits = []
     for graphs in (False, Tape):
         cache = TurboQuantCache(model, "k3v3", max_length=100, graphs=graphs)
-        cache.activate_past_recording()
-        counts, at, said = [], 20, []
-        with torch.no_grad():
-            model(text[:, :20], past_key_values=cache)
-            for n in (3, 4, 3, 4, 1, 3, 3, 4, 3, 3, 4, 4):
-                said.append(model(text[:, at : at + n], past_key_values=cache).logits)
-                cache.crop(-1)
-                at += n - 1
-                counts.append(cache.runner.captured)
-                if graphs and len(counts) == 4:
-                    assert "no two passes in a row" in cache.report()["graphs"]["why_not"]
-        logits.append(said)
+        counts = []
+
+        def look(cache=cache, counts=counts):
+            counts.append(cache.runner.captured)
+            if cache.runner.graphs and len(counts) == 4:
+                assert "no two passes in a row" in cache.report()["graphs"]["why_not"]
+
+        passes = 3, 4, 3, 4, 1, 3, 3, 4, 3, 3, 4, 4
+        logits.append(read(model, cache, text, 20, passes, back=1, then=look))
     assert (
         counts == [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2]
         and cache.runner.replayed == 2
@@ -520,21 +524,14 @@ def test_passes_of_changing_lengths_are_not_captured():
         assert (a - b).norm() < 1e-4 * a.norm()
 
 
-@torch.no_grad()
 def test_a_graph_does_not_outlive_the_tensors_that_another_moved():
     """Passes of three tokens make the store grow; a token alone, captured before, comes after
     that. Kills: its graph, which replays on the tensors that were left."""
     model, text = tiny("llama", num_hidden_layers=1), prompt(1, 290, padded=False)["input_ids"]
-    model.set_attn_implementation("turboquant")
     logits = []
     for graphs in (False, Tape):
-        cache, at, said = TurboQuantCache(model, "k3v3", graphs=graphs), 190, []
-        cache.activate_past_recording()
-        model(text[:, :at], past_key_values=cache)
-        for n in [1] * 4 + [3] * 22 + [1] * 3:
-            said.append(model(text[:, at : at + n], past_key_values=cache).logits)
-            at += n
-        logits.append(said)
+        cache = TurboQuantCache(model, "k3v3", graphs=graphs)
+        logits.append(read(model, cache, text, 190, [1] * 4 + [3] * 22 + [1] * 3))
     assert cache.runner.captured == 4 and cache.layers[0].store.capacity > 256
     for a, b in zip(*logits):
         assert (a - b).norm() < 1e-4 * a.norm()

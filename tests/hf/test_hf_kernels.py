@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from tests.helpers import (
     MODES,
@@ -24,7 +23,6 @@ from tests.helpers import (
     tiny,
 )
 from turboquant_nb.kernels import ops
-from turboquant_nb.cache.disk import state_of
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import attention as hf_attention
 from turboquant_nb.quant.quantizer import Spec
@@ -83,48 +81,6 @@ def test_a_mask_with_holes_goes_to_pytorch_and_says_so():
     }
     for a, b in zip(out[:2], out[2:]):
         assert torch.allclose(a, b, atol=1e-4)
-
-
-def known(cache):
-    "All that the layers know, and every number that their stores hold."
-    for x in cache.layers:
-        yield {k: str(v) for k, v in vars(x).items() if k not in ("store", "config")}
-        if x.store is not None:
-            yield x.store.length, {k: t.tolist() for k, t in state_of(x.store)[0].items()}
-
-
-@pytest.mark.parametrize("filled", ["empty", "row of padding", "static"])
-def test_asking_about_masks_changes_nothing(filled):
-    """Twice, and about other masks: the answer is the same and no layer changes. Only
-    `turboquant_mask`, which acts on it, stores padding."""
-    model, inputs = tiny(), prompt(2, 30)
-    model.set_attn_implementation("turboquant")
-    how = dict(max_length=64, static=True) if filled == "static" else {}
-    cache, mask, n = TurboQuantCache(model, "k4v4", **how), inputs["attention_mask"], 30
-    if filled != "empty":
-        if filled == "row of padding":
-            mask[0] = 0
-        with torch.no_grad():
-            model(**inputs, past_key_values=cache)
-        mask, n = torch.cat([mask, torch.ones(2, 4, dtype=torch.long)], 1), 4
-    holes, late = mask.clone(), mask.clone()
-    holes[0, -2] = 0
-    late[0, :-1] = 0  # longer padding than was known
-    ones = torch.ones_like(mask)
-    asked = mask, mask.flip(0), holes, late, ones, mask[:, 1:], mask[:, None, None], None
-    functions = causal_mask_function, sliding_window_causal_mask_function(8), lambda *a: True
-    before, ask = [*known(cache)], hf_attention._mask_reason
-    answers = [
-        [ask(cache, x, n, f, m) for x in cache.layers for f in functions for m in asked]
-        for _ in range(2)
-    ]
-    assert [*known(cache)] == before
-    assert answers[0] == answers[1] and len(set(answers[0])) > 3
-    length = cache.get_mask_sizes(n)[0]
-    length = type(length).of(mask.shape[1], cache, cache.layers[0])
-    tell = late if filled == "row of padding" else mask.flip(0)
-    hf_attention.turboquant_mask(2, n, length, attention_mask=tell)
-    assert [*known(cache)] != before  # the mutant of the question: the deed
 
 
 # --- kernels

@@ -8,7 +8,6 @@ import copy
 import pytest
 import torch
 
-from tests.helpers import cache_for
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
@@ -372,38 +371,3 @@ def test_positions_that_a_model_keeps_to_itself_travel_with_a_saved_session(name
     assert (goes_on(blind, lost) - want).abs().max() > 1e-3
     with pytest.raises(ValueError, match="holds 1 values that a"):
         TurboQuantCache.load(tmp_path / "a", model.config)
-
-
-@pytest.mark.parametrize("name", ["Qwen2_5_VL", "LlavaOnevision"])
-def test_a_video_in_chunks(name):
-    """The embeddings and positions of a video's prompt come to the language model seven at a
-    time: attention on codes follows attention over the decoded states, chunk by chunk, padding
-    included."""
-    model, inputs, came = made(name), asked(name, name in VIDEOS), {}
-    keep = model.model.language_model.register_forward_pre_hook(
-        lambda module, args, kwargs: came.update(kwargs), with_kwargs=True
-    )
-    answer(model, inputs, "sdpa", DynamicCache(config=model.config), n=1)
-    keep.remove()
-    x, positions, mask, out = (
-        came["inputs_embeds"],
-        came["position_ids"],
-        inputs["attention_mask"],
-        [],
-    )
-    for attention in ("sdpa", "turboquant"):
-        model.set_attn_implementation({"text_config": attention, "vision_config": "sdpa"})
-        cache = cache_for(model, "k2v2")
-        with torch.no_grad():
-            parts = [
-                model.model.language_model(
-                    inputs_embeds=x[:, i : i + 7],
-                    position_ids=positions[..., i : i + 7],
-                    attention_mask=mask[:, : i + 7],
-                    past_key_values=cache,
-                ).last_hidden_state
-                for i in range(0, x.shape[1], 7)
-            ]
-        out.append(torch.cat(parts, 1)[:, 5:])  # what padding gives is nobody's business
-    assert cache.get_seq_length() == x.shape[1] > 14 and cache.coded_layers[0].starts == (5, 0)
-    assert (out[0] - out[1]).abs().max() < 1e-4 * out[0].abs().max()

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.cache import attention
@@ -16,7 +15,7 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, tail_with
-from tests.helpers import attended_store, random_frame
+from tests.helpers import attended_store, random_frame, tiny
 
 CUDA = torch.cuda.is_available()
 # who serves a step on a processor: the compiled kernel, where there is a compiler
@@ -339,10 +338,7 @@ class Dense(attention.Backend):
 @pytest.mark.parametrize("backend", ["dense", "torch"])
 def test_a_backend_added_in_one_place_serves_a_whole_model(backend, monkeypatch):
     "A model generates with it, the report names it, and it gives what the reference gives."
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model = LlamaForCausalLM(config).eval()
+    model = tiny()
     model.set_attn_implementation("turboquant")
     added = {"dense": Dense()} if backend == "dense" else {}
     taken = added | {"torch": ops.BACKENDS["torch"]}
