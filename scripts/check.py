@@ -326,6 +326,10 @@ def notebook_problems(path):
         exports = any(re.match(r"#\| *default_exp +\S", source) for source in sources[:3])
         if is_chapter(path) and not exports:
             yield "one of the first three cells must be `#| default_exp name`"
+    if path.parent.name == "reference" and path.stem != "api":
+        named = [m[1] for x in sources[:3] if (m := re.match(r"#\| *default_exp +(\S+)", x))]
+        if [x.removesuffix(".__init__").replace(".", "_") for x in named] != [path.stem]:
+            yield f"a page of the reference has the name of its module, {named}"
     if any(out["output_type"] == "error" for cell in cells for out in cell.get("outputs", [])):
         yield "a cell's saved output is an error"
     for cell in cells:
@@ -409,14 +413,14 @@ def step_export():
             path.read_text(encoding="utf-8"),
         ):
             path.unlink()
-    must([tool("nbdev_export")], "nbdev_export failed", cwd=tree)
+    must([sys.executable, TOOLS / "export.py"], "the export failed", cwd=tree)
     names = sorted(
         {p.relative_to(base / lib) for base in (ROOT, tree) for p in (base / lib).rglob("*.py")}
     )
     different = compare(ROOT / lib, tree / lib, names)
     if different:
         raise Failed(
-            f"{lib}/ is not what the notebooks export (run nbdev_export):\n"
+            f"{lib}/ is not what the notebooks export (run scripts/tools/export.py):\n"
             + listing(different)
         )
     return f"{len(names)} modules"
@@ -553,46 +557,59 @@ def imported(path, name, modules):
         yield from ((node.lineno, x) for x in found if x in modules and x != name)
 
 
-def upward(root):
-    """({"importer -> imported": where}, a circle or None, number of imports) of the exported
-    package under root. The order of chapters is that of the names of their files; a module that
-    several export stands with the last of them. A package's hand-written front (it imports on
-    first use) stands with its folder's last chapter, the root's above all."""
-    lib = settings()["lib_path"]
-    place = {path.name: i for i, path in enumerate(notebooks())}
-    paths = {
+# Wings in the order of imports, and their modules in the same order: the only place where it is
+# written. A wing's front (`__init__`) comes after its modules, the package's own after all.
+WINGS = {
+    "": "testing checks files results",
+    "theory": "codebook rotation rope centre qjl transforms rates trellis",
+    "quant": "quantizer recipe codes layers calibration",
+    "cache": "packing exact memory clock store decay disk attention pages",
+    "kernels": ("encode viterbi decode decode_mma blocks launch cpu cells cell_attention ops"),
+    "hf": (
+        "model_info hooks latents attention graphs layer frame compiled runner cache archive"
+    ),
+    "calibration": "fit sensitivity",
+    "vllm": "step pages backend",
+    "esm": "transform checkpoints codes model calibration mutations folding",
+    "evaluation": "models candidates score harness",
+    "cli": "app eval generate demo plan proteins calibrate serve",
+}
+
+
+def order_of(wings):
+    "{module, without the name of the package: its place}."
+    names = []
+    for wing, modules in wings.items():
+        names += [f"{wing}.{name}".lstrip(".") for name in modules.split()]
+        names += [wing] if wing else []
+    return {name: i for i, name in enumerate([*names, ""])}
+
+
+def modules_of(root):
+    "{module, the name of the package included: its file}."
+    return {
         ".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in (root / lib).rglob("*.py")
+        for p in (root / settings()["lib_path"]).rglob("*.py")
         if p.name != "_modidx.py"
     }
-    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-    cells = {
-        name: [
-            (text.count("\n", 0, m.start()) + 1, m[1])
-            for m in re.finditer(r"^# %% \S*?([^/\s]+\.ipynb) #", text, re.M)
-        ]
-        for name, text in texts.items()
-    }
-    last = {
-        name: max((notebook for _, notebook in cells[name]), key=place.get, default=None)
-        for name in paths
-    }
-    for name in sorted(paths, key=len, reverse=True):
-        if last[name] is None and "import_module" in texts[name]:
-            last[name] = max(
-                (last[x] for x in paths if x.startswith(name + ".") and last[x]), key=place.get
-            )
-    bad, graph, count, short = {}, {}, 0, lambda name: name.removeprefix(lib + ".")
+
+
+def upward(root, wings=None):
+    """({"importer -> imported": where}, a circle or None, number of imports) of the exported
+    package under root, by the order of WINGS; Failed for a module that has no place in it."""
+    lib, paths, place = settings()["lib_path"], modules_of(root), order_of(wings or WINGS)
+    short = lambda name: name.removeprefix(lib).lstrip(".") or lib
+    at = {name: place.get(short(name).replace(lib, "")) for name in paths}
+    if lost := sorted(short(name) for name, i in at.items() if i is None):
+        raise Failed(f"modules without a place in WINGS (scripts/check.py): {', '.join(lost)}")
+    bad, graph, count = {}, {}, 0
     for name in sorted(set(paths) - {lib}):
         for line, other in imported(paths[name], name, paths):
             count += 1
             graph.setdefault(name, set()).add(other)
-            chapter = max((x for x in cells[name] if x[0] <= line), default=(0, last[name]))[1]
-            if other == lib or last[other] and place[last[other]] >= place[chapter]:
-                bad.setdefault(
-                    f"{short(name)} -> {short(other)}",
-                    f"{paths[name].relative_to(root)}:{line}, {chapter} imports {last[other]}",
-                )
+            if at[other] >= at[name]:
+                where = f"{paths[name].relative_to(root)}:{line}"
+                bad.setdefault(f"{short(name)} -> {short(other)}", where)
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -600,20 +617,39 @@ def upward(root):
     return bad, None, count
 
 
+def behind(root, wings=None):
+    """Chapters that stand before one whose module comes earlier, in words: numbers rise with
+    the order of WINGS. Fronts gather what others define, so a chapter that exports one may
+    stand anywhere."""
+    paths, highest = modules_of(root), (0, "")
+    for name in order_of(wings or WINGS):
+        path = paths.get(f"{settings()['lib_path']}.{name}")
+        if path is None or path.name == "__init__.py":
+            continue
+        text = path.read_text(encoding="utf-8")
+        for number in map(int, re.findall(r"^# %% \S*?/(\d\d)_\w+\.ipynb #", text, re.M)):
+            if number < highest[0]:
+                yield f"{name} is of chapter {number}, {highest[1]} before it of {highest[0]}"
+                break
+            highest = number, name
+
+
 def chapters():
-    """[(file name, number, title)] in the order of the names; Failed if a title does not say
-    the number."""
+    """[(file name, number, title)] in the order of the numbers; Failed if a name is not of two
+    digits and a word, or a title does not say the number."""
     found = []
     for path in notebooks():
         if is_chapter(path):
             title = text_of(
                 json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]
             ).splitlines()[0]
-            match = re.match(r"# (\w+) · (.+)", title)
-            if not match or match[1] != path.name.partition("_")[0]:
+            name = re.fullmatch(r"(\d\d)_[a-z_]+", path.stem)
+            if not name:
+                raise Failed(f"{path.name}: a chapter has two digits and a word, no letter")
+            match = re.match(r"# (\d+) · (.+)", title)
+            if not match or int(match[1]) != int(name[1]):
                 raise Failed(
-                    f"{path.name}: the title must be `# {path.name.partition('_')[0]} · …`, it "
-                    f"is {title!r}"
+                    f"{path.name}: the title must be `# {int(name[1])} · …`, it is {title!r}"
                 )
             found.append((in_nbs(path), match[1], match[2]))
     return found
@@ -649,8 +685,9 @@ def misplaced(wanted, sidebar, book):
 
 @step
 def step_order():
-    """chapters have one order in files, titles, sidebar and the front page of the book; an
-    exported cell imports lower ones only, inside functions too; no circle"""
+    """chapters have one order in files, titles, sidebar and the front page of the book, that of
+    their modules; an exported cell imports lower wings and modules only, inside functions too;
+    no circle"""
     wanted, book = (
         chapters(),
         json.loads((ROOT / settings()["nbs_path"] / "book.ipynb").read_text(encoding="utf-8")),
@@ -672,6 +709,8 @@ def step_order():
         )
     if circle:
         raise Failed(f"modules import each other: {circle}")
+    if early := list(behind(ROOT)):
+        raise Failed("chapters whose numbers do not rise:\n" + listing(early))
     return f"{len(wanted)} chapters, {count} imports"
 
 

@@ -90,7 +90,7 @@ EXPERIMENTS = {
     "chapters": Entry(
         "eval.chapters",
         "each chapter alone in an empty folder, as on Colab: does it run, and how long",
-        "--installed --chapters 01_checks",
+        "--installed --chapters checks",
     ),
 }
 # What is found and asked no more, by the last commit that holds the script; the commit that

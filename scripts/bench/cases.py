@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
-from turboquant_nb.quant.layer_info import read_facts
+from turboquant_nb.quant.layers import read_facts
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore

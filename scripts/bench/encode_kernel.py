@@ -20,11 +20,10 @@ from bench.cases import CASES, DEVICE, Append, frame, frequencies
 from plan import Plan
 from bench.timing import append_times, event_time, host_times, kernel_times, quantiles
 
-from turboquant_nb.cache.append import make_room
-from turboquant_nb.kernels import append, encode_launch
+from turboquant_nb.cache.store import KVStore, make_room
+from turboquant_nb.kernels import encode as append, encode as encode_launch
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.store import KVStore
 
 NEAR = 2e-5  # of a coordinate over its unit: both paths round, the GPU's fp32 products too
 

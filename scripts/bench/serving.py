@@ -1,7 +1,7 @@
 """vLLM with codes in its blocks against vLLM with bf16 and fp8, a model's shapes and dummy
 weights, one NVIDIA GPU: run.py serving --out FILE.
 
-Gate: parts of tests/serving/engine.py, small models in real engines on this GPU: chunks, prefix
+Gate: parts of tests/vllm/engine.py, small models in real engines on this GPU: chunks, prefix
 hits, preemption, drafts, a calibration's means and transforms, sliding windows, exact recent
 and first tokens, 200 random requests; every output of every layer within 2e-2 of attention in
 fp64 to the codes of the states that the layer was given (bf16 in and out), tokens of replayed
@@ -43,7 +43,7 @@ PARTS = (
     "graphs_firsts",
     "graphs_ragged",
     "graphs_trellis",
-)  # of tests/serving/engine.py
+)  # of tests/vllm/engine.py
 WANTED = {  # what a part must have met
     part: tuple(met.split())
     for part, met in dict(
@@ -112,7 +112,7 @@ def gate(parts, seconds):
     if not parts:
         return {}
     tests, folder, found = (
-        HERE.parents[1] / "tests/serving/engine.py",
+        HERE.parents[1] / "tests/vllm/engine.py",
         tempfile.TemporaryDirectory(),
         {},
     )
@@ -176,7 +176,7 @@ def verdict(found, kinds, model="llama-8b"):
     commits = {x["commit"][:8] for x in found.values() if x.get("commit")}
     earlier = sorted(commits - {tree().commit[:8]}) if commits else []
     cmd = (
-        f"tests/serving/engine.py {' '.join(found) or '(no part: no kind of ours)'}: {calls} "
+        f"tests/vllm/engine.py {' '.join(found) or '(no part: no kind of ours)'}: {calls} "
         f"calls, worst {worst:.1e}"
     )
     cmd += (

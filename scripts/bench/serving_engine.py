@@ -305,7 +305,7 @@ def main(
     from vllm import LLM, SamplingParams
 
     if re.fullmatch(OURS, kind):
-        from turboquant_nb.serving.vllm import register
+        from turboquant_nb.vllm.backend import register
 
         register()
     if kind.startswith("turboquant_"):

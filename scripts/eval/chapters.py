@@ -1,5 +1,5 @@
 """Each chapter, and page with a Colab badge, alone, as a reader runs it there: run.py chapters
---out FILE [--chapters 10_codebook …] [--limit-each 60] [--first FOLDER] [--workers N].
+--out FILE [--chapters 04_codebook …] [--limit-each 60] [--first FOLDER] [--workers N].
 
 An empty folder holds the notebook and settings.ini; the package is a wheel of this tree, alone
 in a folder of its own (--installed: the one that is installed here). Kernels are compiled anew

@@ -252,7 +252,7 @@ def plan(a):
     os.environ |= ENVIRONMENT  # before vLLM is imported, and only where it will be
     import vllm
 
-    from turboquant_nb.serving.vllm import register
+    from turboquant_nb.vllm.backend import register
 
     register()
     scored, a.windows = a.windows, a.windows + 4

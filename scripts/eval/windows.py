@@ -1,5 +1,5 @@
 """A model and windows of text, and rows of what caches change there: what the scripts of
-perplexity share. Chapters 82 to 84 define the protocols and everything that is measured."""
+perplexity share. Chapter 28 defines the protocols and everything that is measured."""
 
 import re
 from functools import cached_property

@@ -33,7 +33,7 @@ NOTICE = (
 
 
 def links(text, site):
-    "[x](10_codebook.ipynb#y) -> [x](site/codebook.html#y)."
+    "[x](04_codebook.ipynb#y) -> [x](site/codebook.html#y)."
 
     def page(match):
         return f"]({site}/{page_name(match[1])}{match[2] or ''})"

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from turboquant_nb.kernels import append, blocks, encode_launch, launch, ops
+from turboquant_nb.kernels import blocks, encode as append, encode as encode_launch, launch, ops
 from turboquant_nb.kernels.cell_attention import LaunchOptions, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.cell_attention import join_past, past_cells

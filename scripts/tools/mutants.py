@@ -60,7 +60,7 @@ from preview_docs import copy_tree
 SCRIPTS = Path(__file__).resolve().parent
 EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
 GROUND = "ground"  # the folder of tests for modules that lie in no wing
-WHOLE = "hf", "serving"  # wings where a cache reaches every module: all of their tests count
+WHOLE = "hf", "vllm"  # wings where a cache reaches every module: all of their tests count
 SWAPS = (
     "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Mul Mod_FloorDiv Pow_Mul BitAnd_BitOr "
     "BitOr_BitXor LShift_RShift RShift_LShift"

@@ -44,14 +44,14 @@ def fence(text, attributes=""):
 
 def notebooks(root):
     """The notebooks of nbs/ and of the folders in it, as paths, in the order of their names:
-    that of the chapters, whichever folder they lie in."""
+    chapters first."""
     nbs = Path(root) / settings(root)["nbs_path"]
     found = (p for p in nbs.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts)
     return sorted(found, key=lambda path: (path.name, path))
 
 
 def page_name(path):
-    "reference/87n_cli.ipynb -> reference/cli.html, as nbdev does."
+    "04_codebook.ipynb -> codebook.html, as nbdev does."
     path = PurePosixPath(path)
     name = re.sub(r"^\d+[a-zA-Z0-9]*_", "", path.stem) + ".html"
     return path.with_name(name).as_posix()

@@ -6,7 +6,7 @@
     scripts/tools/preview_docs.py --screenshots DIR  also photograph every page (chromium)
     scripts/tools/preview_docs.py --glossary         write nbs/glossary.js again, after the
                                                      glossary of book.ipynb changed
-    scripts/tools/preview_docs.py --only guide.ipynb --only 11_rotation.ipynb
+    scripts/tools/preview_docs.py --only guide.ipynb --only 05_rotation.ipynb
                                                      these notebooks alone; links from them to
                                                      others are then not checked
 
@@ -834,8 +834,9 @@ def address_problems(notebooks, processed):
 def check_equations(name, cells, problems):
     """The one scheme of a chapter's equations, which every renderer shows alike: each display
     ends in `\\tag{chapter.k}`, k counts from 1, and what text, code and docstrings cite as
-    `equation (chapter.k)` exists. Returns the numbers."""
-    chapter = re.match(r"\d+[a-z]*(?=_)", Path(name).name)
+    `equation (chapter.k)` exists. A page without a number counts `\\tag{k}`. Returns
+    the numbers."""
+    chapter = re.match(r"0*(\d+[a-z]*)_", Path(name).name)
     texts = [(text_of(c.get("source") or ""), c["cell_type"]) for c in cells]
     displays = [
         d
@@ -848,9 +849,9 @@ def check_equations(name, cells, problems):
         for d in displays
     ]
     want = (
-        [f"{chapter[0]}.{k}" for k in range(1, len(displays) + 1)]
+        [f"{chapter[1]}.{k}" for k in range(1, len(displays) + 1)]
         if chapter
-        else [None] * len(displays)
+        else [str(k) for k in range(1, len(displays) + 1)]
     )
     for got, due, display in zip(numbers, want, displays):
         if got != due:
@@ -879,7 +880,7 @@ def check_equations(name, cells, problems):
 
 # Most words of prose on a shelf, that of a sidebar, and on all. The aim is 100,000 for all: the
 # bounds keep what is there from growing until it is cut to that.
-MOST_WORDS = {"book": 46_200, "all": 104_500}
+MOST_WORDS = {"book": 59_000, "all": 104_500}
 
 
 def prose_words(markdown):

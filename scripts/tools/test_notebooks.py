@@ -25,20 +25,19 @@ import nbdev.test
 from notebooks import directives, text_of
 
 LONGEST = (
-    "61_sensitivity 84b_harness 83_score 60_calibrate 84_tasks 21_residual "
-    "76_serving 80_models 98_claims 56_hf 53_graphs 13_qjl 40b_viterbi guide "
-    "94_images 97_retrieval"
+    "24_sensitivity evaluation_harness 28_score 12_codes 25_serving evaluation_models "
+    "29_claims 02_ten_minutes 23_graphs 07_qjl kernels_viterbi guide images retrieval"
 ).split()
 PAGES = (
-    "90_speed 91_leaderboard 92_generate 93_proteins roofline index".split()
-)  # nothing on them is computed but from results/
+    "speed leaderboard generate proteins 03_roofline index"
+).split()  # nothing on them is computed but from results/
 READS = (
     "results.load(",
     "results.newest(",
     "rows_of(",
     "#| exec_doc",
 )  # what a cell elsewhere says that prints a file of results, or docstrings
-EXAMPLES = "03_results".split()  # its files are made and read in the same cell
+EXAMPLES = "results".split()  # its files are made and read in the same cell
 # what differs from run to run: layout, names of temporary folders, digests, numbers
 VARIES = re.compile(
     r"\s+|tmp[a-z0-9_]{8}\b|-?\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,}\b"

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from turboquant_nb import results
-from turboquant_nb.kernels import decode_mma, launch, launcher
+from turboquant_nb.kernels import decode_mma, encode as launcher, launch
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore

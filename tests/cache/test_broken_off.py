@@ -15,13 +15,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import turboquant_nb
-from turboquant_nb.cache.append import make_room
+from turboquant_nb.cache.store import KVStore, crop_together, make_room, tail_with
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
 from turboquant_nb.cache.decay import store_class
-from turboquant_nb.cache.store import KVStore, crop_together, tail_with
-from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import decode, ops
+from turboquant_nb.kernels import decode, encode as kernel, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from tests.helpers import SLOW, random_frame
@@ -219,7 +217,7 @@ def places(lines: list, name: str, most: int) -> list:
 def changes(file: str, line: int) -> bool:
     "Whether a line may belong to a change of a store."
     compute = file.endswith(("packing.py", "attention.py"))
-    return ("cache" in file or file.endswith("kernels/append.py")) and not compute
+    return ("cache" in file or file.endswith("kernels/encode.py")) and not compute
 
 
 def break_off(name: str, make, update, files: str = PACKAGE, most: int = 50) -> int:

@@ -22,7 +22,7 @@ from turboquant_nb.cache.store import (
 )
 from turboquant_nb.quant.quantizer import COARSER, Spec, channel_bits, decode
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
-from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.cache.decay import DecayStore, store_class
 from turboquant_nb.cache.exact import ExactTokens
 from turboquant_nb.cache.disk import state_of, store_of

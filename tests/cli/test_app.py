@@ -26,7 +26,7 @@ def test_a_command_is_a_file(call, tmp_path, monkeypatch):
     (tmp_path / "whales.py").write_text(
         """
 from turboquant_nb.cli.app import app, command, lazy, option, options
-from turboquant_nb.cli.output import Output
+from turboquant_nb.cli.app import Output
 
 slow = lazy("turboquant_nb.quant.recipe")
 

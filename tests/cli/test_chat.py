@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from turboquant_nb.cli import chat, main
+from turboquant_nb.cli import generate as chat, main
 from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.hf import TurboQuantCache
 

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from turboquant_nb.cli import eval, inputs
+from turboquant_nb.cli import app as inputs, eval
 from turboquant_nb.evaluation import candidates, models
 from turboquant_nb.quant.recipe import PRESETS, preset
 
@@ -203,7 +203,7 @@ def test_a_recipe_is_refused_before_a_model_of_the_hub_is_downloaded(
     ],
 )
 def test_a_device_that_there_is_not_is_refused_first(call, monkeypatch, line):
-    for name in ("turboquant_nb.cli.inputs.config_of", "turboquant_nb.cli.inputs.check_name"):
+    for name in ("turboquant_nb.cli.app.config_of", "turboquant_nb.cli.app.check_name"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("the model was looked at"))
     refused(call(f"{line} --device abacus"), "--device abacus: not a device of torch")
 

@@ -10,9 +10,9 @@ import pytest
 from transformers.utils import logging
 
 from turboquant_nb import results
-from turboquant_nb.cli import output
-from turboquant_nb.cli.output import Stage, show_table
-from turboquant_nb.evaluation import tasks
+from turboquant_nb.cli import app as output
+from turboquant_nb.cli.app import Stage, show_table
+from turboquant_nb.evaluation import score as tasks
 from turboquant_nb.quant import calibration
 
 from .conftest import refused

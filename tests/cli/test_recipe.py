@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from turboquant_nb.cli import plan
-from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
 

@@ -13,9 +13,9 @@ from transformers import Gemma2Config, LlamaConfig, Qwen3NextConfig
 
 from turboquant_nb.cli import serve
 from turboquant_nb.quant.calibration import load_calibration
-from turboquant_nb.quant.layer_info import LayerInfo
+from turboquant_nb.quant.layers import LayerInfo
 from turboquant_nb.quant.recipe import preset
-from turboquant_nb.serving.step import ServingConfig
+from turboquant_nb.vllm.step import ServingConfig
 
 from .conftest import refused
 
@@ -121,7 +121,7 @@ def vllm(tmp_path, monkeypatch):
         "vllm-0.26.0.dist-info/METADATA": about.format("vllm", "0.26.0"),
         "stub-0.dist-info/METADATA": about.format("stub", 0),
         "stub-0.dist-info/entry_points.txt": (
-            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.serving.vllm:register\n"
+            "[vllm.general_plugins]\nturboquant_nb = turboquant_nb.vllm.backend:register\n"
         ),
         "vllm": "#!/bin/sh\n",
     }.items():

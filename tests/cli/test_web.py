@@ -7,9 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import refused
 from turboquant_nb.cli.app import Usage
-from turboquant_nb.cli.chat import Conversation
-from turboquant_nb.cli.generate import Length, Writing
-from turboquant_nb.cli.web import answering
+from turboquant_nb.cli.generate import Conversation, Length, Writing, answering
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.testing import raises
 

@@ -8,30 +8,26 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from turboquant_nb.evaluation import pairs
+from turboquant_nb.evaluation import score as pairs
 from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
-from turboquant_nb.evaluation.pairs import (
+from turboquant_nb.evaluation.score import (
     PAIR,
+    OnePass,
     Pair,
     PairLayer,
-    mixed_attention,
-    pair_attention,
-)
-from turboquant_nb.evaluation.score import (
-    OnePass,
-    gap_limit,
-    one_pass_gap,
-    prefill,
-    score,
-    text_windows,
-)
-from turboquant_nb.evaluation.tasks import (
     attention_error,
+    gap_limit,
     kept_tokens,
+    mixed_attention,
     next_token,
+    one_pass_gap,
+    pair_attention,
     perplexity,
     plot,
+    prefill,
+    score,
     table,
+    text_windows,
 )
 from turboquant_nb.hf.hooks import AttentionCall
 from turboquant_nb.quant.quantizer import Spec
@@ -232,7 +228,7 @@ def test_rows_of_all_measures(llama, tmp_path):
         ax = Figure().subplots()
         plot(measure, ax)
         assert ax.get_xlabel() and ax.get_legend().get_texts()
-    stress = [r | {"protocol": "stress"} for r in rows]  # a page calls it what chapter 82 does
+    stress = [r | {"protocol": "stress"} for r in rows]  # a page calls it what chapter 28 does
     ax = Figure().subplots()
     plot(stress, ax)
     assert [x.get_text() for x in ax.get_legend().get_texts()] == ["all-quantised"]

@@ -123,7 +123,7 @@ def test_the_command_knows_the_model_and_a_task_beside_it(tiny, tmp_path, monkey
 
 def test_what_cannot_be_measured_is_refused(make):
     with pytest.raises((ValueError, TypeError), match="recipe"):
-        make(recipe=dict(key=1))  # others: chapter 84b
+        make(recipe=dict(key=1))  # others: page evaluation_harness
     with pytest.raises(ValueError, match="an answer must fit the model: the model reads 256"):
         make()._loglikelihood_tokens([(None, [1], [1] * 300)], disable_tqdm=True)
 

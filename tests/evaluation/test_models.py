@@ -305,7 +305,7 @@ def test_folder_and_lacking_weights(tmp_path, capfd):
 
 
 def test_the_embedded_model_loads_without_a_word(capfd):
-    """Nothing is printed, logging is as before. (Chapter 80 compares weights with those of the
+    """Nothing is printed, logging is as before. (Its page compares weights with those of the
     file, to the bit.)"""
     from transformers.utils import logging
 

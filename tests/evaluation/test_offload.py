@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from turboquant_nb.evaluation.offload import load_offloaded, place
+from turboquant_nb.evaluation.models import load_offloaded, place
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.graphs import Tape
 
@@ -51,7 +51,7 @@ def generated(model, cache, chunk=None):
 
 
 def test_what_stays_is_what_was_allowed(folder):
-    "To the byte; of the dtype that is asked for. (Chapter 80b: rooms between, and refusals.)"
+    "To the byte; of the dtype that is asked for. (Its page: rooms between, and refusals.)"
     model = LlamaForCausalLM.from_pretrained(folder)
     none = place(model, "cpu", "disk")
     for layers in range(5):
@@ -133,7 +133,7 @@ def test_generate_from_the_disk(folder, capsys):
 def test_room_is_within_the_limit_of_the_process(monkeypatch, fraction, want):
     """It was four fifths of what the GPU has free, and more than the process may take where a
     limit is set."""
-    from turboquant_nb.evaluation import offload
+    from turboquant_nb.evaluation import models as offload
 
     for name, x in dict(
         mem_get_info=(int(30e9), int(80e9)),

@@ -18,7 +18,7 @@ from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf.graphs import counted_by_device
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
-from turboquant_nb.quant.layer_info import read_facts
+from turboquant_nb.quant.layers import read_facts
 
 D, HEADS, GROUP = 32, 2, 2
 ANGLES = 10000.0 ** (-torch.arange(0, D, 2) / D)

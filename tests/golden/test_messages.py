@@ -16,7 +16,7 @@ _LEAST = 'cli/app says it for every number that has a least: "{} must be at leas
 _PLAN = "of the target of an encode, which is no object any more"
 _WEB = "of the side-by-side page, which is a conversation now"
 _INSTALL = "by `checks.missing`, with the repository's address: no index has the package"
-_HEAD = "of a GGUF file; its library says so, and cli/inputs that it is damaged"
+_HEAD = "of a GGUF file; its library says so, and cli/app that it is damaged"
 GONE: dict[str, str] = {
     "this package is imported but not installed, so vLLM cannot find its backend: pip install "
     "turboquant-nb": _INSTALL,
@@ -41,7 +41,7 @@ GONE: dict[str, str] = {
     "calibration/fold": "head transforms of the same text lose less, everything coded (91)",
     "--text {}: it is empty": "of a fold; calibrate says that the text gives no window",
     "{} {}: it takes {} bytes, and {} are free there": "of a fold, which wrote a checkpoint",
-    "data must be [rows, a multiple of 20 bytes], got {}": "of what chapter 80 alone shows",
+    "data must be [rows, a multiple of 20 bytes], got {}": "of what its page alone shows",
     "data must be uint8, got {}": "the same",
     "depths must be in [0, 1], lengths at least 64 and trials at least 2": (
         "of eval needle, whose sentences eval long asks for"
@@ -61,7 +61,7 @@ GONE: dict[str, str] = {
         "the kernel's backend says it: ranges of positions, not masks"
     ),
     "layers that read the cache of {}": "vLLM's layers share blocks, so such layers are served",
-    "apps/claims": "the audit is a page (chapter 98), not a command",
+    "apps/claims": "the audit is a page (chapter 29), not a command",
     # by a code, which says why it does not serve; who asks puts a name before it
     "{}: a QJL residual needs the sketch of the query": "a sentence of `SketchedCode.refuses`",
     "{}: all channels must have equally many bits, got {}": "a sentence of `ScalarCode`",
@@ -72,7 +72,7 @@ GONE: dict[str, str] = {
     ),
     "decay needs a side with channels of 3 or 4 bits": "whose code has a coarser one",
     "tiles that lost a plane (decay) are not supported": "old tokens have a store of their own",
-    "a {}-bit code has a single plane; dropping it would leave nothing": "chapter 30 shows it",
+    "a {}-bit code has a single plane; dropping it would leave nothing": "chapter 14 shows it",
     "tokens must lie in [{}, {}), got {} and {} more": "from 0: no tile lost a plane",
     WAITS: "in two parts: what is asked, and the code's reason",
     "{}: a cell holds codes with one number of bits and no sketch, got {}": "with the reason",
@@ -83,7 +83,7 @@ GONE: dict[str, str] = {
     # a cache brings its attention, so steps are captured under any implementation
     "captured steps need the 'turboquant' attention": "by `Reader.obstacle`, with the cure",
     "the model attends by {}, not {}": "the same",
-    # options of TurboESM, which is an experiment of its page (chapter 93)
+    # options of TurboESM, which is an experiment of its page (page proteins)
     "which tokens are sinks or outliers is read from the device": "said by the store",
     "allocation needs a table per channel, without sign": "TurboESM",
     "one_table needs tables per head on both sides": "TurboESM",

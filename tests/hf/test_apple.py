@@ -12,7 +12,7 @@ pytest.importorskip("torchgen")
 from tests.helpers import prompt, tiny
 from tests.hf.apple import MPS, apple, send, supported
 from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache, attend, preset
-from turboquant_nb.cache import append
+from turboquant_nb.cache import store as append
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 HOW = dict(max_new_tokens=4, do_sample=False)

@@ -107,7 +107,7 @@ def test_a_cache_has_the_room_that_is_asked_for(how, tmp_path):
 
 
 def test_what_is_no_saved_cache_is_refused_in_a_sentence(tmp_path):
-    "(Chapter 54: a file that was changed or is of another model, and an empty cache.)"
+    "(Page hf_archive: a file that was changed or is of another model, and an empty cache.)"
     cache, path = filled(), tmp_path / "c"
     cache.save(path)
     whole = path.read_bytes()

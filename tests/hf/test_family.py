@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from turboquant_nb.hf import TurboQuantCache, turboquant_attention
-from turboquant_nb.quant.layer_info import LayerInfo, register_family
+from turboquant_nb.quant.layers import LayerInfo, register_family
 from turboquant_nb.theory.rope import apply_rope
 from tests.helpers import exact_recipe, given_frame
 

@@ -17,8 +17,7 @@ from tests.helpers import BASE, DROP, VOCAB, generate, given_frame, logits, made
 from tests.hf.test_hf import SHARERS
 from tests.hf.test_hf_vision import made as with_eyes
 from turboquant_nb.evaluation.candidates import as_candidate
-from turboquant_nb.evaluation.pairs import pair_layers
-from turboquant_nb.evaluation.score import OnePass, prefill
+from turboquant_nb.evaluation.score import OnePass, pair_layers, prefill
 from turboquant_nb.files import write_file
 from turboquant_nb.hf import TurboQuantCache, enable
 from turboquant_nb.hf import frame as F

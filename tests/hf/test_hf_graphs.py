@@ -17,7 +17,7 @@ from tests.helpers import HYBRID, SLIDING, covering_pairs, generate, host_calls,
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache.clock import DeviceClock
-from turboquant_nb.hf import TurboQuantCache, edits
+from turboquant_nb.hf import TurboQuantCache, cache as edits
 from types import SimpleNamespace
 
 from turboquant_nb.hf.graphs import Tape

@@ -337,7 +337,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
     """Of a first chunk no layer waits, with drafts behind it or without: one look at the flags
     of all when the pass ends. States that no kernel can code leave the cache empty, and the
     next prompt finds it as if new."""
-    from turboquant_nb.kernels import append
+    from turboquant_nb.kernels import encode as append
 
     monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
@@ -408,12 +408,12 @@ class Silent:
 def silent(monkeypatch):
     "Names of launches, which do nothing: what is left is the host's part, on any machine."
     from turboquant_nb.kernels import (
-        decode_launch,
+        decode as decode_launch,
         decode_mma,
         encode,
-        encode_launch,
+        encode as encode_launch,
+        encode as launcher,
         launch,
-        launcher,
     )
 
     made = []
@@ -470,7 +470,7 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
     """In the second layer Triton searches for nothing. Coding takes 470 function calls (642
     when each layer made its tensors one by one), and PyTorch fills memory twice: all that is
     new together, and the flags (13 times)."""
-    from turboquant_nb.kernels import encode_launch, launcher
+    from turboquant_nb.kernels import encode as encode_launch, encode as launcher
 
     made, monkey = [], monkeypatch.setattr
     monkey(launcher, "READY", {})

@@ -1,4 +1,4 @@
-"A real language model on a real text: perplexity. (Chapter 56: the tokens of both modes.)"
+"A real language model on a real text: perplexity. (Chapter 2: the tokens of both modes.)"
 
 import math
 

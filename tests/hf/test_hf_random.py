@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention
 from turboquant_nb.hf.layer import STEPS
-from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Coded, Spec, decode
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.decay import coarser

@@ -14,10 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
-from turboquant_nb.kernels import cell_attention, cells, decode, decode_launch, decode_mma
-from turboquant_nb.kernels.cell_attention import _join_past_kernel, _past_kernel
+from turboquant_nb.kernels import (
+    cell_attention,
+    cells,
+    decode,
+    decode as decode_launch,
+    decode_mma,
+)
+from turboquant_nb.kernels.cell_attention import _join_past_kernel, _past_kernel, _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
-from turboquant_nb.kernels.work import _work_kernel
 from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
 from turboquant_nb.theory.rotation import make_rotation
 

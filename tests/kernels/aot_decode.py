@@ -15,8 +15,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from turboquant_nb.kernels import blocks, decode, decode_launch, decode_mma, query
-from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.kernels import (
+    blocks,
+    decode,
+    decode as decode_launch,
+    decode as query,
+    decode_mma,
+)
+from turboquant_nb.quant.codes import find_code
 from turboquant_nb.quant.quantizer import Spec
 
 PTXAS = os.path.join(os.path.dirname(nvidia.__file__), "bin", "ptxas")

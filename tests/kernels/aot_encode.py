@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
-from turboquant_nb.kernels import encode, encode_launch, encode_short
+from turboquant_nb.kernels import encode, encode as encode_launch, encode as encode_short
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.kernels import blocks, viterbi
-from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.quant.codes import find_code
 from turboquant_nb.quant.quantizer import Spec
 
 TYPES = dict.fromkeys(("X", "LEVELS", "BY_WINDOW", "DOT", "SQUARE"), "*fp32")

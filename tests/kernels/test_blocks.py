@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.packing import Layout, pack
 from turboquant_nb.kernels import blocks, decode_mma, launch, ops
-from turboquant_nb.kernels.decode_launch import pack_lut
+from turboquant_nb.kernels.decode import pack_lut
 from turboquant_nb.theory.codebook import lloyd_max, uniform
 from tests.helpers import ahead_of_time, attended_store
 from tests.kernels.ptx import run_ptx

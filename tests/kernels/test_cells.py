@@ -16,17 +16,18 @@ from turboquant_nb.cache.pages import (
     sink_origins,
     store_recent,
 )
-from turboquant_nb.kernels import cell_attention, cells, launcher
+from turboquant_nb.kernels import cell_attention, cells, encode as launcher
 from turboquant_nb.kernels.cell_attention import (
-    LaunchOptions,
     CallerMemory,
+    LaunchOptions,
+    Workspace,
+    count_splits,
     decode_cells,
     past_cells,
 )
 from turboquant_nb.kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
-from turboquant_nb.kernels.work import Workspace, count_splits
 from turboquant_nb.kernels.decode import triton
-from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 

@@ -17,7 +17,7 @@ from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.calibration import LayerFrame
-from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes

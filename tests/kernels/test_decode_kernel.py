@@ -1,6 +1,6 @@
 """The decode kernels: the portable one in Triton's interpreter against `attend`, the compiled
 form of the other one ahead of time, and all of it on a GPU where there is one (by several
-processes: compilation takes most of the time). Chapter 43 emulates the PTX."""
+processes: compilation takes most of the time). Chapter 20 emulates the PTX."""
 
 import os
 import weakref
@@ -21,13 +21,13 @@ from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.kernels import (
     decode,
-    decode_launch,
+    decode as decode_launch,
+    decode as query,
     decode_mma,
     encode,
+    encode as launcher,
     launch,
-    launcher,
     ops,
-    query,
 )
 from turboquant_nb.kernels.launch import decode_attention, refuses
 from turboquant_nb.quant.quantizer import Spec

@@ -14,16 +14,13 @@ import triton.language as tl
 
 from tests.helpers import SLOW, ahead_of_time, covering_pairs, random_frame
 from turboquant_nb.cache.clock import AppendOperands
-from turboquant_nb.cache.append import append_by_host
+from turboquant_nb.cache.store import KVStore, append_by_host, row_tensors, tables_of
 from turboquant_nb.cache.decay import store_class
-from turboquant_nb.cache.store import row_tensors, tables_of
-from turboquant_nb.kernels import append as kernel
-from turboquant_nb.kernels import encode, encode_launch
+from turboquant_nb.kernels import encode, encode as encode_launch, encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
-from turboquant_nb.cache.store import KVStore
 from turboquant_nb.testing import same
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -718,7 +715,7 @@ def test_refusals():
 
 
 def test_bad_arguments():
-    "What chapter 40 does not show."
+    "What chapter 18 does not show."
     make = lambda recipe, **more: KVStore(
         recipe, 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, **more
     )

@@ -14,11 +14,11 @@ from tests.helpers import ahead_of_time, random_frame
 from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.kernels import encode, encode_launch, launch, ops
+from turboquant_nb.kernels import encode, encode as encode_launch, launch, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
 
-NOTEBOOK = Path(__file__).parents[2] / "nbs" / "44_launch.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "nbs" / "reference/kernels_launch.ipynb"
 needs_triton = pytest.mark.skipif(
     launch.triton.language is None, reason="Triton is not installed"
 )

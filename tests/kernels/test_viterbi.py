@@ -15,7 +15,7 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops, viterbi
 from turboquant_nb.kernels.blocks import KernelBlocks
 from turboquant_nb.kernels.viterbi import find_symbols
-from turboquant_nb.quant import trellis as codes
+from turboquant_nb.quant import codes
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.trellis import TRELLISES

@@ -23,7 +23,7 @@ from turboquant_nb.quant.quantizer import (
 from turboquant_nb.theory.rotation import make_rotation
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook
-from turboquant_nb.quant.mixed_precision import find_code, make_quantizer
+from turboquant_nb.quant.codes import find_code, make_quantizer
 from turboquant_nb.quant.quantizer import decided, least_numbers
 import itertools
 from turboquant_nb.theory import transforms

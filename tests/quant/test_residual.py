@@ -12,7 +12,7 @@ from turboquant_nb.theory.codebook import uniform, lloyd_max
 from turboquant_nb.theory.qjl import qjl_decode, sign_bits
 from turboquant_nb.quant.quantizer import Coded, Quantizer, Spec, decode, encode
 from turboquant_nb.theory.rates import truncate
-from turboquant_nb.quant.residual import sketched_code, sign_gain, sign_codebook
+from turboquant_nb.quant.codes import sign_codebook, sign_gain, sketched_code
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook
 
@@ -168,7 +168,7 @@ def test_a_sign_on_levels_that_nothing_reaches():
 
 def test_signs_need_levels_twice_their_step_apart():
     "At 1.5 E|e| the two halves of neighbouring cells would cross."
-    from turboquant_nb.quant import residual
+    from turboquant_nb.quant import codes as residual
 
     book = lloyd_max(2)
     step = math.sqrt(residual.sign_gain(book))

@@ -9,10 +9,9 @@ import torch
 
 from turboquant_nb.cache.decay import DecayStore
 from turboquant_nb.cache.store import expected_nbytes
-from turboquant_nb.quant.mixed_precision import make_quantizer
+from turboquant_nb.quant.codes import TrellisCode, make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.quant.trellis import TrellisCode
 from turboquant_nb.theory.trellis import TRELLISES
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 def test_a_whole_model(tmp_path, bits):
     pytest.importorskip("transformers")
     from tests.quant.lives import lives
-    from turboquant_nb.serving.step import serving_recipe
+    from turboquant_nb.vllm.step import serving_recipe
 
     side = Spec(bits, codebook="trellis")
     cache = lives(Recipe(side, side, sinks=1, recent=4), tmp_path)
@@ -38,7 +37,7 @@ def test_a_whole_model(tmp_path, bits):
 
 DIGEST = """
 import hashlib, torch
-from turboquant_nb.quant.mixed_precision import find_code
+from turboquant_nb.quant.codes import find_code
 from turboquant_nb.quant.quantizer import Spec
 u = (torch.arange(40 * 64) * 7919 % 4001 / 1000 - 2).view(40, 64)  # exact everywhere
 for bits in (1, 2, 3):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from turboquant_nb.quant.mixed_precision import by_layer, make_quantizer
+from turboquant_nb.quant.codes import by_layer, make_quantizer
 from turboquant_nb.quant.quantizer import Spec, scalar_codebook
 from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.testing import same

@@ -10,7 +10,7 @@ import pytest
 
 import turboquant_nb
 from turboquant_nb import _modidx, esm, hf
-from turboquant_nb.serving import step
+from turboquant_nb.vllm import step
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = json.loads((ROOT / "nbs/reference/api.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -59,7 +59,7 @@ def test_a_public_name_has_a_signature_its_code_and_its_chapter(page, module):
         code = (Path(turboquant_nb.__file__).parents[1] / path).read_text(encoding="utf-8")
         assert re.search(rf"^(class |def |(\w+, )*){name}\b", code, re.M), (name, path)
         assert chapter.partition("#")[0] in {
-            where.partition("#")[0]
+            where.partition("#")[0].rpartition("/")[2]
             for x in _modidx.d["syms"].values()
             for where, _ in x.values()
         }
@@ -118,7 +118,8 @@ def test_a_module_that_is_gone_says_what_to_use(name):
     with pytest.raises(ModuleNotFoundError, match=f"{name} is gone; use .*"):
         importlib.import_module(f"turboquant_nb.{name}")
     named = re.findall(
-        r"\b(?:cli|evaluation|hf|kernels|serving)\.\w+", turboquant_nb._GONE[name]
+        r"\b(?:cache(?=\.(?:store|attention))|cli|evaluation|hf|kernels|quant|vllm)\.\w+",
+        turboquant_nb._GONE[name],
     )
     for use in named:
-        importlib.import_module(f"turboquant_nb.{use.partition('.append')[0]}")
+        importlib.import_module(f"turboquant_nb.{use}")

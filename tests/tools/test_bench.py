@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from turboquant_nb import results
-from turboquant_nb.serving.step import ServingConfig
+from turboquant_nb.vllm.step import ServingConfig
 
 from tests.conftest import SCRIPTS
 

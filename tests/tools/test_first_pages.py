@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from turboquant_nb import KVStore, Recipe, preset
-from turboquant_nb.cli import inputs
+from turboquant_nb.cli import app as inputs
 from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.recipe import PRESETS
 
@@ -316,7 +316,7 @@ def questions():
 
 def usual_trade():
     "As page 97b prints it, which is held to its files by scripts/tools/test_notebooks.py."
-    page = json.loads((ROOT / "nbs/measured/97b_agreement.ipynb").read_text(encoding="utf-8"))
+    page = json.loads((ROOT / "nbs/measured/agreement.ipynb").read_text(encoding="utf-8"))
     told = "".join(
         x for c in page["cells"] for o in c.get("outputs", []) for x in o.get("text", "")
     )

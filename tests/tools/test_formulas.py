@@ -10,7 +10,7 @@ from turboquant_nb import _modidx
 
 NBS = Path(__file__).resolve().parents[2] / "nbs"
 ROW = re.compile(
-    r"\| .+?<br>\$(.+)\$ \| \[\((\d+[a-z]?\.\d+)\)\]\((\S+?)\)"
+    r"\| .+?<br>\$(.+)\$ \| \[\((\d+(?:\.\d+)?)\)\]\((\S+?)\)"
     r"(?:<br>\[<code>(\w+)</code>\]\(\S+\))? \|"
 )
 

@@ -37,7 +37,7 @@ def lectures(sheet):
     for i, s in enumerate(sheet):
         if re.match(r"## \d ·", s):
             chapters = re.findall(
-                r"\]\((?:[a-z]+/)?(\d\w+)\.ipynb\)", s.split("*Prerequisites*")[0]
+                r"\]\((?:[a-z]+/)?(\w+)\.ipynb\)", s.split("*Prerequisites*")[0]
             )
             yield chapters, [(name, int(k)) for name, k in LISTED.findall(sheet[i + 1])]
 

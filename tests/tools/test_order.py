@@ -3,15 +3,18 @@
 import check
 import pytest
 
+import turboquant_nb
+
+WINGS = {"": "codebook rotation store", "kernels": "decode"}
 PLAIN = {
-    "rotation": ("11_rotation", "import math\n"),
-    "codebook": ("10_codebook", "import torch\n"),
-    "kernels/decode": ("41_decode", "from ..store import KVStore\nfrom .. import rotation\n"),
-    "store": ("31_store", "from .rotation import haar\nfrom . import codebook\n"),
+    "rotation": ("05_rotation", "import math\n"),
+    "codebook": ("04_codebook", "import torch\n"),
+    "kernels/decode": ("19_decode", "from ..store import KVStore\nfrom .. import rotation\n"),
+    "store": ("15_store", "from .rotation import haar\nfrom . import codebook\n"),
 }
 
 
-def order(root, **changed):
+def package(root, **changed):
     for name, (notebook, text) in (PLAIN | changed).items():
         path = root / "turboquant_nb" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -21,7 +24,11 @@ def order(root, **changed):
         )
     (root / "turboquant_nb" / "__init__.py").write_text("from importlib import import_module\n")
     (root / "turboquant_nb" / "kernels" / "__init__.py").write_text("")
-    bad, circle, count = check.upward(root)
+
+
+def order(root, **changed):
+    package(root, **changed)
+    bad, circle, count = check.upward(root, WINGS)
     return list(bad), circle, count
 
 
@@ -46,60 +53,64 @@ def test_downward_imports_pass(tmp_path):
 )
 def test_every_way_up_is_seen(tmp_path, text):
     "Kills a search at the top level alone, and one for absolute or for relative names alone."
-    bad, circle, _ = order(tmp_path, codebook=("10_codebook", text))
+    bad, circle, _ = order(tmp_path, codebook=("04_codebook", text))
     assert bad == ["codebook -> store"] and set(circle.split(" -> ")) == {"codebook", "store"}
 
 
-def test_the_root_and_a_sibling_of_the_same_chapter_are_above(tmp_path):
-    assert order(tmp_path, store=("31_store", "from turboquant_nb import KVStore\n"))[0] == [
+def test_the_root_is_above_all_and_a_front_above_its_wing(tmp_path):
+    assert order(tmp_path, store=("15_store", "from turboquant_nb import KVStore\n"))[0] == [
         "store -> turboquant_nb"
     ]
-    assert order(tmp_path, store=("11_rotation", "from .rotation import haar\n"))[0] == [
-        "store -> rotation"
+    up = ("19_decode", "import turboquant_nb.kernels\n")
+    assert order(tmp_path, **{"kernels/decode": up})[0] == ["kernels.decode -> kernels"]
+    assert order(tmp_path, store=("15_store", "from . import kernels\n"))[0] == [
+        "store -> kernels"
     ]
 
 
-def test_a_cell_counts_with_its_own_chapter(tmp_path):
-    "A module of two chapters: what the second imports may stand between them."
-    two = "import math\n\n# %% ../nbs/46_ops.ipynb #5678\nfrom .kernels.decode import f\n"
-    assert (
-        order(
-            tmp_path,
-            rotation=("11_rotation", two),
-            store=("31_store", ""),
-            **{"kernels/decode": ("41_decode", "")},
-        )[0]
-        == []
-    )
-    assert order(
-        tmp_path,
-        rotation=("11_rotation", "from .kernels.decode import f\n"),
-        store=("31_store", ""),
-        **{"kernels/decode": ("41_decode", "")},
-    )[0] == ["rotation -> kernels.decode"]
+def test_a_module_without_a_place_is_named(tmp_path):
+    with pytest.raises(check.Failed, match="without a place in WINGS.*: kernels.new"):
+        order(tmp_path, **{"kernels/new": ("reference/kernels_new", "")})
+
+
+def test_numbers_of_chapters_rise_with_the_order_of_modules(tmp_path):
+    package(tmp_path)
+    assert list(check.behind(tmp_path, WINGS)) == []
+    package(tmp_path, store=("reference/store", ""))  # has no number
+    assert list(check.behind(tmp_path, WINGS)) == []
+    package(tmp_path, store=("04_codebook", ""))
+    (said,) = check.behind(tmp_path, WINGS)
+    assert said == "store is of chapter 4, rotation before it of 5"
+
+
+def test_every_wing_is_a_folder_and_every_folder_a_wing():
+    "WINGS names what there is; the order itself is what the step proves."
+    lib = check.Path(turboquant_nb.__file__).parent
+    folders = {p.parent.name for p in lib.glob("*/__init__.py")}
+    assert folders == set(check.WINGS) - {""}
 
 
 CHAPTERS = [
-    ("10_codebook.ipynb", "10", "Codebooks"),
-    ("87a_cli.ipynb", "87a", "The command line: conventions"),
+    ("04_codebook.ipynb", "4", "Codebooks"),
+    ("27_variants.ipynb", "27", "Proteins: variants"),
 ]
 SIDEBAR = """
       - title: Book
-          - text: 10 · Codebooks
-            href: 10_codebook.ipynb
-          - text: "87a · The command line: conventions"
-            href: 87a_cli.ipynb
+          - text: 4 · Codebooks
+            href: 04_codebook.ipynb
+          - text: "27 · Proteins: variants"
+            href: 27_variants.ipynb
 """
 BOOK = (
-    "## Reading order\n\n| 10 | [Codebooks](10_codebook.ipynb) | levels |\n| 87a | [The "
-    "command line: conventions](87a_cli.ipynb) | errors |"
+    "## Reading order\n\n| 4 | [Codebooks](04_codebook.ipynb) | levels |\n| 27 | [Proteins: "
+    "variants](27_variants.ipynb) | folds |"
 )
 
 
 def test_chapters_in_order_pass():
     assert list(check.misplaced(CHAPTERS, SIDEBAR, BOOK)) == []
     elsewhere = SIDEBAR.replace(
-        '          - text: "87a', '      - title: Two\n          - text: "87a'
+        '          - text: "27', '      - title: Two\n          - text: "27'
     )
     assert list(check.misplaced(CHAPTERS, elsewhere, BOOK.rpartition("\n")[0])) == []
     assert list(check.misplaced(CHAPTERS, elsewhere, BOOK))  # not a chapter of the book
@@ -108,14 +119,14 @@ def test_chapters_in_order_pass():
 @pytest.mark.parametrize(
     "sidebar,book,where",
     [
-        (SIDEBAR, BOOK.replace("| 10 |", "| 01 |"), "book"),
+        (SIDEBAR, BOOK.replace("| 4 |", "| 1 |"), "book"),
         (SIDEBAR, BOOK.rpartition("\n")[0], "book"),
         (SIDEBAR, "## Reading order\n" + "\n".join(BOOK.split("\n")[::-1][:2]), "book"),
         (SIDEBAR.replace("Codebooks", "Tables"), BOOK, "sidebar"),
-        (SIDEBAR.replace("10_codebook", "11_codebook"), BOOK, "sidebar"),
+        (SIDEBAR.replace("04_codebook", "05_codebook"), BOOK, "sidebar"),
         (
             SIDEBAR.replace(
-                '          - text: "87a', '      - title: Two\n          - text: "87b'
+                '          - text: "27', '      - title: Two\n          - text: "28'
             ),
             BOOK,
             "sidebar",

@@ -75,7 +75,7 @@ attention.dense_attention scaling=None mask=None rows=256 bias=None
 
 def core_modules():
     from turboquant_nb.cache import attention, exact, memory, packing, store
-    from turboquant_nb.quant import quantizer, recipe, residual
+    from turboquant_nb.quant import codes as residual, quantizer, recipe
     from turboquant_nb.theory import qjl
 
     return dict(

@@ -185,7 +185,7 @@ def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
     assert "commits aaaaaaaa, bbbbbbbb, cccccccc, 2026-01-01 to " in results.stamp(third)
     assert "commit aaaaaaaa, 2026-01-01;" in results.stamp(third, third["rows"][:1])
     bare = [{k: v for k, v in r.items() if k != "commit"} for r in third["rows"]]
-    with pytest.raises(ValueError, match="carries its commit"):  # others: chapter 03
+    with pytest.raises(ValueError, match="carries its commit"):  # others: page results
         results.check(third | {"rows": bare})
 
 

@@ -408,7 +408,7 @@ def test_equations_have_one_scheme():
             [*good, md("by equations (13.1) and (13.3)")],
             "equation (13.3) is cited and not there",
         ),
-        ("guide.ipynb", [md("$$a \\tag{13.1}$$")], "has the number 13.1, due is None"),
+        ("guide.ipynb", [md("$$a \\tag{13.1}$$")], "has the number 13.1, due is 1"),
     ):
         problems = preview.Problems()
         preview.check_equations(name, cells, problems)
@@ -426,7 +426,7 @@ def public_names(monkeypatch):
 def test_a_search_for_a_public_name_leads_to_its_section(tmp_path, public_names):
     names, every = search_names, public_names
     public = {name: (where, text) for name, where, text in every}
-    assert public["TurboQuantCache"][0] == "cache.html#turboquantcache" and public[
+    assert public["TurboQuantCache"][0] == "reference/hf_cache.html#turboquantcache" and public[
         "TurboQuantCache.report"
     ][1].startswith("Bytes held")
     assert not any(part.startswith("_") for name in public for part in name.split("."))
@@ -441,7 +441,7 @@ def test_a_search_for_a_public_name_leads_to_its_section(tmp_path, public_names)
     by_name = {x["section"]: x for x in found}
     assert "KVStore.append" not in by_name
     held = by_name["TurboQuantCache"]
-    assert held["href"] == held["objectID"] == "cache.html#turboquantcache"
+    assert held["href"] == held["objectID"] == "reference/hf_cache.html#turboquantcache"
     assert held["crumbs"] == ["5x · Transformers", "51 · The cache"] and held["rank"] == 1
     with pytest.raises(SystemExit, match="no section for KVStore"):
         names.main([str(tmp_path)])
@@ -456,7 +456,7 @@ SECTIONS = """<h1>{title}</h1><p>What it is about.</p><div class="sourceCode"><p
 def test_the_index_holds_prose_and_no_code(tmp_path, monkeypatch):
     monkeypatch.setattr(search_names, "public_names", lambda *_: ())
     texts = {}
-    for page in ("guide.html", "cache.html"):
+    for page in ("guide.html", "store.html"):
         body = SECTIONS.format(title="Title", head="Head", text="Some text.")
         (tmp_path / page).write_text(f"<main>{body}</main>")
         index = search_names.index_of(tmp_path)[0]
@@ -468,9 +468,9 @@ def test_the_index_holds_prose_and_no_code(tmp_path, monkeypatch):
             ("guide.html", "", "What it is about."),
             ("guide.html#one", "Head", "Some text. printed"),  # the Manual's tables
         ],
-        "cache.html": [
-            ("cache.html", "", "What it is about."),
-            ("cache.html#one", "Head", "Some text."),
+        "store.html": [
+            ("store.html", "", "What it is about."),
+            ("store.html#one", "Head", "Some text."),
         ],
     }
 
