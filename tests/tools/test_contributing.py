@@ -4,15 +4,11 @@ gives exists."""
 import re
 from pathlib import Path
 
+import check
 import pytest
 
 import turboquant_nb
 
-spec = importlib.util.spec_from_file_location(
-    "check", Path(__file__).parents[2] / "scripts" / "check.py"
-)
-check = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check)
 from turboquant_nb import _modidx
 
 ROOT, PACKAGE = Path(__file__).parents[2], Path(turboquant_nb.__file__).parent

@@ -442,7 +442,7 @@ def test_a_search_for_a_public_name_leads_to_its_section(tmp_path, public_names)
     assert "KVStore.append" not in by_name
     held = by_name["TurboQuantCache"]
     assert held["href"] == held["objectID"] == "reference/hf_cache.html#turboquantcache"
-    assert held["crumbs"] == ["5x · Transformers", "51 · The cache"] and held["rank"] == 1
+    assert held["crumbs"] == ["Transformers", "hf.cache"] and held["rank"] == 2
     with pytest.raises(SystemExit, match="no section for KVStore"):
         names.main([str(tmp_path)])
     with pytest.raises(SystemExit, match="has no pages; render the site first"):

@@ -175,7 +175,7 @@ class _Softmax:
         self.coded = self.coded + product(weights, values)
 
 # %% ../../nbs/16_attention.ipynb #b0327ecd
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupedQueries:
     """Queries of one call: in the model's basis and rotated, grouped by KV head, softmax scale
     folded in."""

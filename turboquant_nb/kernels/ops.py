@@ -348,10 +348,14 @@ def select_backend(call: Call) -> Choice:
 # %% ../../nbs/21_backends.ipynb #565fde38
 def serve(call: Call, backend: str | None = None) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
-    *older, newest = in_runs(call)
+    older, newest = [], call
+    if len(call.store.runs) > 1:
+        *older, newest = in_runs(call)
     name = select_backend(newest).backend if backend is None else backend
-    answers = [BACKENDS[select_backend(x).backend].run(x) for x in older]
-    answer = joined([*answers, BACKENDS[name].run(newest)], call.q.dtype)
+    answer = BACKENDS[name].run(newest)
+    if older:
+        answers = [BACKENDS[select_backend(x).backend].run(x) for x in older]
+        answer = joined([*answers, answer], call.q.dtype)
     return with_sinks(*answer, call.rule.sinks)
 
 
