@@ -193,6 +193,11 @@ def _plain_frame(config):
     return calibrations.Calibration([], {"about": about}, tuple(frames))
 
 
+def _frame_bytes(store) -> int:
+    "What the frame of a layer takes, which its sequences share."
+    return sum(x.nbytes for x in store.key.frame if x is not None)
+
+
 class CacheSize:
     """What a cache of one recipe holds for a model, as a function of the number of tokens.
     Raises ValueError for a recipe that does not fit."""
@@ -218,7 +223,8 @@ class CacheSize:
         )
 
     @cached_property
-    def parts(self) -> list:  # (bytes without a tile, of a tile, window or None) of each layer
+    # (bytes of a sequence without a tile, of a tile, window or None) of each layer
+    def parts(self) -> list:
         out = []
         known = {}
         for layer in self.layers:
@@ -226,16 +232,15 @@ class CacheSize:
             if kind not in known:
                 empty = self._store(layer)
                 one = self._store(layer, max_length=1)
-                known[kind] = (
-                    stores.expected_nbytes(empty),
-                    stores.expected_nbytes(one) - stores.expected_nbytes(empty),
-                    one.tile,
-                )
+                each = stores.expected_nbytes(one) - stores.expected_nbytes(empty)
+                fixed = stores.expected_nbytes(empty) - _frame_bytes(empty)
+                known[kind] = fixed, each, one.tile
             fixed, each, self.tile = known[kind]
             out.append((fixed, each, layer.sliding_window))
         return out
 
-    def _shared(self) -> tuple:  # (bytes of tables, bytes of cosines and sines a token)
+    # (bytes of tables and frames, bytes of cosines and sines a token)
+    def _shared(self) -> tuple:
         found, rope = {}, {}
         # an address tells tables apart only while all of them are held
         alive = [self._store(layer) for layer in self.layers]
@@ -253,7 +258,8 @@ class CacheSize:
             t.contiguous().view(torch.uint8).numpy().tobytes(),
         )
         tables = {content(t): t.nbytes for t in found.values()}
-        return sum(tables.values()), sum(rope.values())
+        frames = sum(map(_frame_bytes, alive))  # one a layer, however many sequences there are
+        return sum(tables.values()) + frames, sum(rope.values())
 
     def bytes(self, tokens: int, batch: int = 1) -> int:
         """Bytes of a cache that has read so many tokens of each sequence at once, as its report
