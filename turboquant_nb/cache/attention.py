@@ -321,18 +321,6 @@ def _coded_blocks(visibility: _Visibility, blocks: Blocks, size: int, end: int):
         yield torch.arange(lo, hi, device=store.device)[None], read, rows
 
 
-def _coded_scores(query: GroupedQueries, rule: Rule, read: dict, rows, product) -> Tensor:
-    """Scores of coded tokens: levels times the rotated query, the scale of each token, and what
-    centring took out."""
-    out = None
-    for side, rotated in zip(rule.key_sides, (query.rotated, query.beside)):
-        x, scale = read[side]
-        scores = product(rotated, x.mT)
-        scores = scores if scale is None else scores * scale.unsqueeze(-2)
-        out = scores if out is None else out + scores
-    return query.terms.scores(rows) + out
-
-
 def _add_coded(
     soft: _Softmax, query: GroupedQueries, visibility: _Visibility, blocks: Blocks, size: int
 ):
@@ -351,7 +339,12 @@ def _add_coded(
                 v = v.where(held[:, None, :, None], 0)
             else:
                 v_scale = v_scale.where(held[:, None], 0)
-        scores = _coded_scores(query, rule, read, rows, blocks.product)
+        # what centring took out, and levels times the rotated query and the scale of each token
+        scores = query.terms.scores(rows)
+        for side, rotated in zip(rule.key_sides, (query.rotated, query.beside)):
+            x, scale = read[side]
+            own = blocks.product(rotated, x.mT)
+            scores = scores + (own if scale is None else own * scale.unsqueeze(-2))
         scores = _masked(scores, seen, rule.softcap, visibility.bias(positions))
         soft.add_coded(scores, v, v_scale, blocks.product)
 
