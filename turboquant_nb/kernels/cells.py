@@ -244,7 +244,7 @@ def _append_side(
             edges, levels = load_table(side.table, C.BITS)
         to = CELLS + cell[:, None]
         planes = to + A.first, to + A.second, to + A.third
-        planes = plane_bytes(planes, 0, 0, row, leads, C, BY_TOKEN, R)
+        planes = plane_bytes(planes, 0, row, leads, C, BY_TOKEN, R)
         older = load_older(planes, C.BITS)
         word = tl.zeros((M, HALF), tl.int32)
         new = row * 0
