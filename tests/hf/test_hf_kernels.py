@@ -60,8 +60,10 @@ def test_no_mask_in_any_way_of_generating(mode, name, no_masks):
         generate(model, text, "turboquant", "k3v3", **how, prompt_lookup_num_tokens=3)
 
 
-def test_a_mask_with_holes_goes_to_pytorch_and_says_so():
-    model, inputs, out = tiny(), prompt(2, 30, padded=False), []
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_with_holes_goes_to_pytorch_and_says_so(padded):
+    "Whether the prompt's padding is known to be none, or some that the mask must be like."
+    model, inputs, out = tiny(), prompt(2, 30, padded=padded), []
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     mask[0, 20] = 0
     passes = (ids, mask), (ids[:, :1], torch.nn.functional.pad(mask, (0, 1), value=1))
@@ -79,8 +81,9 @@ def test_a_mask_with_holes_goes_to_pytorch_and_says_so():
         "prefill: an attention mask with holes": 2,
         "an attention mask unlike the prompt's": 2,
     }
-    for a, b in zip(out[:2], out[2:]):
-        assert torch.allclose(a, b, atol=1e-4)
+    for (_, seen), a, b in zip(passes, out[:2], out[2:]):
+        real = seen[:, -a.shape[1] :].bool()
+        assert torch.allclose(a[real], b[real], atol=1e-4)
 
 
 # --- kernels
