@@ -349,8 +349,13 @@ class Part:
     @property
     def tensors(self) -> dict:
         "All of them by name, in the order that kernels and files take them."
-        frame = self.frame._asdict().items()
-        return self.row_tensors | {name: x for name, x in frame if x is not None}
+        mean, pair = self.frame
+        out = self.memory.tensors | self.exact.tensors
+        if mean is not None:
+            out["mean"] = mean
+        if pair is not None:
+            out["pair"] = pair
+        return out
 
     def hold(self, tensors: dict) -> None:
         "Have these tensors in place of its own."

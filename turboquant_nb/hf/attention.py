@@ -50,20 +50,16 @@ class CodedStates(Handle):
     chunk: Tensor
     first: int  # position of the first token that the past's queries can see
     fresh: bool  # whether the chunk is the first one
-    near: Tensor | None = None  # exact states of the newest m >= n tokens; None: the chunk
+    near: Tensor  # exact states of the newest m >= n tokens, or the chunk
     drafts: int = 0  # tokens at the end of a first chunk that are drafts
     # of latents: the model's method that makes keys and values, and what it computes
     own: Callable | None = None
     expansion: Expansion | None = None
 
-    def __post_init__(self):
-        if self.near is None:
-            self.near = self.chunk
-
     @classmethod
     def pair(cls, layer, states: tuple, first: int, fresh=False, drafts: int = 0) -> tuple:
         "What the 'turboquant' attention takes: keys, values."
-        (k, v), near = states, (None, None)
+        k, v = near = states
         if layer.tail is not None:
             near = layer.tail.key, layer.tail.value
         elif drafts:
@@ -72,7 +68,8 @@ class CodedStates(Handle):
         return keys, cls(layer, v, first, fresh, near[1], drafts)
 
     def with_chunk(self, chunk: Tensor, fresh: bool, near: Tensor | None = None):
-        "The handle of other states of the same layer, without drafts."
+        "The handle of other states of the same layer, without drafts; near=None: the chunk."
+        near = chunk if near is None else near
         return replace(self, chunk=chunk, fresh=fresh, near=near, drafts=0)
 
     def attend(self, own, module, query, value, mask, **kwargs):

@@ -132,7 +132,6 @@ def report_of(
 import threading
 import warnings
 import weakref
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -461,10 +460,13 @@ class TurboQuantCache(Cache):
                 "codes pass no gradient on to the tokens that they hold: compute under "
                 "torch.no_grad() or torch.inference_mode(), and train with DynamicCache"
             )
+        if known is not None:  # the host's count is the device's, which nobody waits for
+            layer.store.length, layer.store.clock.known = known, True
         try:
-            with nullcontext() if known is None else layer.knowing(known):
-                return layer.update(key_states, value_states, *args, now=now, **kwargs)
+            return layer.update(key_states, value_states, *args, now=now, **kwargs)
         finally:
+            if known is not None:
+                layer.store.clock.known = False
             if layer is self.coded_layers[-1]:
                 now.on_codes = None
                 if not now.hooked:
@@ -548,18 +550,18 @@ class TurboQuantCache(Cache):
         """Begin a pass of this thread, by a hook of a model or by the first layer; False if it
         runs already. Raises as `check_thread`."""
         new = Pass(hooked)
-        taken = vars(self).setdefault("running", new)  # in one step: one thread gets it
+        taken = self.__dict__.setdefault("running", new)  # in one step: one thread gets it
         self.check_thread()
         return taken is new
 
     def give(self) -> None:
         "Let other passes have it."
         if self.running is not None and self.running.thread == threading.get_ident():
-            self.end_pass()
+            self.__dict__.pop("running", None)
 
     def end_pass(self) -> None:
         "Forget the pass that runs, whichever thread's it is."
-        vars(self).pop("running", None)
+        self.__dict__.pop("running", None)
 
     def check(self) -> None:
         """Wait for the device. Raises ValueError if states that kernels took without waiting
@@ -678,8 +680,11 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         return
     # passes with drafts are replayed, so no tensor may move; the host knows the length
     if self.drafting and self.store.clock.fixed:
-        with self.knowing(self.store.length):
+        self.store.clock.known = True
+        try:
             self.tail = self.store.crop(n, self.tail)
+        finally:
+            self.store.clock.known = False
         return
     self.make_growing()
     if not self.drafting:

@@ -10,7 +10,6 @@ import copy
 import math
 import warnings
 from collections import Counter
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -247,16 +246,6 @@ class TurboQuantLayer(CacheLayerMixin):
             return tuple(F.pad(x, (0, 0, 0, rest)) for x in dense)
         return dense
 
-    @contextmanager
-    def knowing(self, length: int):
-        "While this lasts, the host's count is the device's, which nobody waits for."
-        clock = self.store.clock
-        self.store.length, clock.known = length, True
-        try:
-            yield
-        finally:
-            clock.known = False
-
     def read(self, states: tuple, first: int) -> tuple:
         "All that is held from position `first` on, its end exactly as these states came."
         dense = self.store.read(first)
@@ -313,7 +302,7 @@ class TurboQuantLayer(CacheLayerMixin):
             wait = None if first_chunk and not now.hooked else False
             how = dict(backend=self.backend, names=self.names, wait=wait, framed=True)
             coder = ops.append(self.store, key_states, value_states, **how)
-            if first_chunk:  # which attends to itself as it came
+            if first_chunk and self.store.decays:  # it attends to itself as it came
                 self.store.age()
         except BaseException:  # out of memory, or interrupted
             if fresh:

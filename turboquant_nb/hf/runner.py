@@ -319,7 +319,7 @@ class StepRunner:
             return ""
         if layer.is_sliding:
             return "a sliding layer frees tokens; max_length and static=True keep them"
-        if len(store.runs) > 1 or any(x.q.code.refuses("capture") for x in store.parts):
+        if store.decays or any(x.q.code.refuses("capture") for x in store.parts):
             return "decay and QJL residuals"
         if layer.patience or store._recent_from > max(0, store.length - store.recipe.recent):
             return "tokens were cropped lately"

@@ -349,7 +349,7 @@ def select_backend(call: Call) -> Choice:
 def serve(call: Call, backend: str | None = None) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
     older, newest = [], call
-    if len(call.store.runs) > 1:
+    if call.store.decays:
         *older, newest = in_runs(call)
     name = select_backend(newest).backend if backend is None else backend
     answer = BACKENDS[name].run(newest)
@@ -378,7 +378,7 @@ def attend(
 def attend_again(call: Call) -> Answer | None:
     """A call like one that was served before by launches that can be made again, without
     choosing; None if there are none, or several stores hold the tokens."""
-    answer = launch.again(call) if len(call.store.runs) == 1 else None
+    answer = None if call.store.decays else launch.again(call)
     return answer if answer is None else with_sinks(*answer, call.rule.sinks)
 
 # %% ../../nbs/21_backends.ipynb #dfce742e
@@ -436,7 +436,8 @@ def append(
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or
     with the reason if the backend named cannot serve; the store is then as before."""
     k = k if framed or not isinstance(k, Tensor) else store.key.into_frame(k)
-    store.age()
+    if store.decays:
+        store.age()
     name, _ = select_coder(store, backend)
     step = backend == "auto" and name == "torch" and isinstance(k, Tensor)
     if step and k.shape[2:3] == (1,) and CPU.append(store, k, v):
