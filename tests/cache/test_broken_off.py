@@ -46,7 +46,10 @@ class Lines:
         torch.set_grad_enabled(True)  # `with` itself can be broken off on its way out
 
     def called(self, frame, event, arg):
-        return self.ran if frame.f_code.co_filename.startswith(self.files) else None
+        # what a kernel raises is wrapped by the interpreter that called it
+        by = "" if frame.f_back is None else frame.f_back.f_code.co_filename
+        mine = frame.f_code.co_filename.startswith(self.files) and "/triton/" not in by
+        return self.ran if mine else None
 
     def ran(self, frame, event, arg):
         if event == "line":
