@@ -325,6 +325,8 @@ def test_logits_of_kernels_are_those_of_pytorch():
 
 def fill(cache, model, batch, tokens, step=16384):
     "Random states in place of a prompt."
+    from turboquant_nb.hf.hooks import Pass
+
     c = model.config
     g = torch.Generator(DEVICE).manual_seed(0)
     for i in range(c.num_hidden_layers):
@@ -340,7 +342,7 @@ def fill(cache, model, batch, tokens, step=16384):
                 device=DEVICE,
                 dtype=model.dtype,
             )
-            cache.layers[i]._append(x[0], x[1], a == 0)
+            cache.layers[i]._append(x[0], x[1], a == 0, Pass(hooked=False))
             del x
 
 
