@@ -95,7 +95,8 @@ class DecayStore(KVStore):
     # --- what a store does, in two
 
     def read(self, first: int | None = None, last: int | None = None, framed: bool = False):
-        "As of a `KVStore`: old tokens as the older store has them."
+        """Decoded keys and values of positions [first, last), all that is held by default, as
+        `KVStore.read` gives them; those that are old as the coarser codes have them."""
         first, edge = self.freed if first is None else first, self.offset
         last = self.length if last is None else last
         old = self.older.read(min(first, edge), min(last, edge), framed)

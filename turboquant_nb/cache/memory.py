@@ -338,7 +338,7 @@ class Part:
 
     @property
     def mean(self) -> Tensor | None:
-        "[1, H, 1, d] bf16, or None."
+        "What keys are coded around, [1, H, 1, d] bf16, or None where nothing is subtracted."
         return self.frame.mean
 
     @property
@@ -350,6 +350,7 @@ class Part:
     def tensors(self) -> dict:
         "All of them by name, in the order that kernels and files take them."
         mean, pair = self.frame
+        # `row_tensors` written out: each step asks, and a call costs the host time
         out = self.memory.tensors | self.exact.tensors
         if mean is not None:
             out["mean"] = mean
