@@ -24,16 +24,6 @@ class Shape(NamedTuple):
     tokens: int
 
 
-class Append(NamedTuple):
-    "New tokens of one layer."
-
-    batch: int
-    heads: int
-    d: int
-    tokens: int  # that are new
-    center: str
-
-
 class Context(NamedTuple):
     "A whole model's cache."
 
@@ -68,15 +58,6 @@ DECODE = [
 CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
     "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
-    "encode_kernel": [
-        Append(*s, 128, n, "fixed") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))
-    ]
-    + [
-        Append(8, 8, 64, 1, "fixed"),
-        Append(8, 8, 256, 1, "fixed"),
-        Append(8, 8, 128, 5, "fixed"),
-        Append(8, 8, 128, 1, "pre_rope"),
-    ],
     "generate": [
         Context(*c)
         for c in (
@@ -132,17 +113,11 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
     return q, k, v
 
 
-def filled(k, v, k_bits, v_bits, center="fixed", rotation="hadamard", room=None):
+def filled(k, v, k_bits, v_bits, center="fixed", room=None):
     """A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does, with
     room for more tokens if `room` says so."""
-    return held(
-        Recipe(
-            key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits)
-        ),
-        k,
-        v,
-        room or k.shape[2],
-    )
+    recipe = Recipe(key=Spec(bits=k_bits, center=center), value=Spec(bits=v_bits))
+    return held(recipe, k, v, room or k.shape[2])
 
 
 def held(recipe, k, v, room=None):
