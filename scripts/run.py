@@ -59,12 +59,6 @@ EXPERIMENTS = {
         "bench.serving", "a vLLM engine with codes in its blocks, bf16 and fp8", needs="vllm"
     ),
     # --- quality
-    "recipes": Entry(
-        "eval.recipes",
-        "perplexity of a model on coded caches, by sets of recipes",
-        "--set presets --match k4v4 --protocols decode --layers 2 --windows 2 --length 112 "
-        "--prompt 106",
-    ),
     "mutants": Entry(
         "eval.mutation",
         "how many small changes of the code the tests notice",
@@ -131,6 +125,7 @@ LAST = {
     "bb56ccce": {
         "encode_kernel": "the fused kernel that codes keys and values, and its launch options",
         "decode_cpu": "a decode step of one layer on a CPU, by recipe",
+        "recipes": "perplexity by sets of recipes; `turboquant eval ppl` measures any recipe",
         "peers": "the caches of other packages on the same windows",
         "engine": "a model in a real vLLM engine against TurboQuantCache",
     },
