@@ -1,4 +1,5 @@
-"""How many small changes of the code the tests notice: run.py mutants --sample FILE … --out FILE.
+"""How many small changes of the code the tests notice: run.py mutants --sample FILE …
+--out FILE.
 
 scripts/tools/mutants.py makes the changes, one at a time, and says what became of each; its
 lines of JSON are read here, of a change that was tried again the last. Parts of the package may
