@@ -12,6 +12,13 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of models
+
+
+def wait():
+    "Until the GPU has done what it was told, where there is one."
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 class Shape(NamedTuple):
