@@ -66,7 +66,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.compiled import StepChoice, compile_steps
-from turboquant_nb.hf.hooks import register
+from turboquant_nb.hf.hooks import Pass, register
 from turboquant_nb.quant.recipe import preset
 
 LLAMA = dict(
@@ -181,7 +181,9 @@ def empty(kind, recipe, config, batch, tokens, graph):
 def put(cache, kind, layer, at, k, v):
     "Tokens from position `at` on, as a prompt would bring them."
     if kind == "turboquant":
-        cache.layers[layer]._append(k, v, at == 0)
+        filling = Pass(hooked=False)
+        filling.on_codes = True  # nothing is read back
+        cache.layers[layer].update(k, v, now=filling)
     elif kind == "flash":
         (
             cache.k[layer][:, :, at : at + k.shape[2]],

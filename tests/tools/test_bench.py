@@ -147,6 +147,20 @@ def test_attention_is_timed_by_method(without_gpu, monkeypatch):
     assert [r["method"] for r in chunks] == ["prompt at once"] + ["prompt in chunks"] * 2
 
 
+@torch.no_grad()
+def test_a_filled_cache_is_that_of_a_prompt(without_gpu, monkeypatch):
+    bench = without_gpu("generate")
+    model = bench.make_model(bench.TINY, torch.float32)
+    prompt = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    worst = bench.filling(model, prompt)
+    assert len(worst) == 4 and max(worst.values()) < 1e-4
+    put = bench.put
+    monkeypatch.setattr(
+        bench, "put", lambda cache, kind, i, at, k, v: put(cache, kind, i, at, k, 2 * v)
+    )
+    assert min(bench.filling(model, prompt).values()) > 1e-4
+
+
 def test_passes_with_drafts_are_timed_behind_the_prompt(without_gpu, monkeypatch):
     bench, now = without_gpu("generate"), [0.0]
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
