@@ -15,8 +15,6 @@ Gate: both packages give the same outputs and tokens, bit for bit. Where codes w
 purpose, the first token of each call, in which no code had a say."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +24,7 @@ from bench import cases, generate
 from bench.cases import Shape
 from bench.timing import append_times, host_times, kernel_times, quantiles, replayed
 from plan import Plan
+from tools import processes
 from tools.goldens import recipes
 
 from turboquant_nb.cache.store import KVStore
@@ -144,23 +143,14 @@ def whole_calls():
 
 
 def of_package(folder, parts) -> list:
-    "Rows of the package in a folder, in a process of its own."
+    "Rows of the package in a folder, by its own scripts."
     folder = Path(folder).resolve()
-    here = folder / "scripts"
-    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     code = (
         "import sys; sys.path.insert(1, sys.argv[1]); from bench import beside; beside.child()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(here), *parts],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=folder,  # which Python searches first
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(f"the package in {folder} ended with {done.returncode}")
-    return [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+    words = "-c", code, str(folder / "scripts"), *parts
+    found = processes.of_package(folder, *words, cwd=folder)  # which Python searches first
+    return [json.loads(x) for x in found if x.startswith("{")]
 
 
 def child():

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 
 def ended(command, seconds, **how):
@@ -23,3 +24,15 @@ def ended(command, seconds, **how):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
             return None, process.communicate()[0]
+
+
+def of_package(folder, *words, **how):
+    """Lines that a process of Python prints which takes the package of a folder, or the
+    installed one where the folder has none. Raises SystemExit if it fails."""
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, **how)
+    if done.returncode:
+        raise SystemExit(f"the package in {folder} ended with {done.returncode}")
+    return done.stdout.splitlines()
