@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from plan import Plan
@@ -244,30 +244,28 @@ class Engine:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def start(self, seconds):
-        "Its first row, that of its start; None where it fails, or takes longer."
+    def said(self, seconds):
+        "Rows as they come, of so many seconds; then it is ended."
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
         try:
-            for line in self.process.stdout:
-                if line.startswith("ROW "):
-                    return json.loads(line[4:])
-            return None
-        finally:
-            timer.cancel()
-
-    def rows(self, seconds):
-        """Its other rows as they come; what it said last is shown where it fails. After so many
-        seconds it is ended."""
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.start()
-        try:
-            self.go_on()
             for line in self.process.stdout:
                 if line.startswith("ROW "):
                     yield json.loads(line[4:])
         finally:
             timer.cancel()
+
+    def start(self, seconds):
+        "Its first row, that of its start; None where it fails, or takes longer."
+        with closing(self.said(seconds)) as rows:
+            return next(rows, None)
+
+    def rows(self, seconds):
+        "Its other rows as they come; what it said last is shown where it fails."
+        try:
+            self.go_on()
+            yield from self.said(seconds)
+        finally:
             self.end()
 
     def end(self):
