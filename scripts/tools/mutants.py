@@ -59,18 +59,8 @@ OTHERS = (
     "ReplaceBreakWithContinue NumberReplacer ZeroIterationForLoop"
 ).split()
 UNARY = "USub_UAdd Delete_Not".split()
-KEEPS_KIND = (
-    "abs",
-    "ceil",
-    "clamp",
-    "clip",
-    "clone",
-    "floor",
-    "flip",
-    "round",
-    "sort",
-    "sqrt",
-)  # x.f(...) and x are of one kind
+# x.f(...) and x are of one kind
+KEEPS_KIND = "abs ceil clamp clip clone floor flip round sort sqrt".split()
 
 
 def modules(package):
@@ -345,7 +335,8 @@ class Trial:
     def ended(self, command, root, seconds):
         "(exit status, None if late; what was printed) of a command in a copy of the tree."
         env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-        env |= {"PYTHONPATH": str(root), "MPLBACKEND": "agg"}
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        env |= {"PYTHONPATH": path, "MPLBACKEND": "agg"}
         return ended((sys.executable, *command), seconds, cwd=root, env=os.environ | env)
 
     def measure(self, command, root):
@@ -355,6 +346,19 @@ class Trial:
         if status != 0:  # None: it takes an hour
             raise Failed(f"{command[-1]} fails without any change:\n{said[-3000:]}")
         self.seconds[command] = time.monotonic() - begin
+
+    def became(self, mutant, command, root):
+        "What becomes of a mutant that is written there when it meets a command."
+        status, _ = self.ended(command, root, 20 + 3 * self.seconds[command])
+        module = ".".join((PACKAGE, *mutant.module.split("/")))
+        if status is None:
+            return "late"
+        # pytest's answer where something could not be imported
+        if status == 2 and self.ended(("-c", f"import {module}"), root, 60)[0]:
+            return "import"
+        if status:
+            return "elsewhere" if self.given else "killed"
+        return "survived"
 
     def tried(self, mutant, root):
         "(outcome, the statement as it was, as it is) of a mutant."
@@ -368,21 +372,10 @@ class Trial:
         same = ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))
         if same or (mutant.module, was, now) in self.known:
             return "equivalent", was, now
-        path, outcome = self.path(mutant.module, root), "survived"
+        path = self.path(mutant.module, root)
         with written(path, source, new, home(path, source, mutant.line)):
-            for command in self.commands(mutant):
-                status, _ = self.ended(command, root, 20 + 3 * self.seconds[command])
-                if status is None:
-                    outcome = "late"
-                elif status == 2:  # of pytest: something could not be imported
-                    name = ".".join((PACKAGE, *mutant.module.split("/")))
-                    wrong, _ = self.ended(("-c", f"import {name}"), root, 60)
-                    outcome = "import" if wrong else "killed"
-                elif status:
-                    outcome = "killed"
-                if outcome != "survived":
-                    break
-        return "elsewhere" if self.given and outcome == "killed" else outcome, was, now
+            met = (self.became(mutant, x, root) for x in self.commands(mutant))
+            return next((x for x in met if x != "survived"), "survived"), was, now
 
 
 def interval(k, n):
