@@ -128,7 +128,7 @@
     }
   }
 
-  // `equation (13.2)` leads to the display that carries \tag{13.2}: MathML of the preview, KaTeX's source or its result.
+  // `equation (13.2)` leads to the display that carries \tag{13.2}: KaTeX's source or its result.
   for (const display of document.querySelectorAll("main .math.display, main .katex-display")) {
     const tag = display.textContent.match(/\\tag\{([^{}]+)\}/);
     if (tag && !document.getElementById(`eq-${tag[1]}`)) display.id = `eq-${tag[1]}`;

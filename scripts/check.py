@@ -6,8 +6,6 @@
     python scripts/check.py --only lint --only docs
     python scripts/check.py --only tests --numerics default    under another arithmetic of the
                                       processor; `all`: under each
-    python scripts/check.py --mutants 1200    instead of the steps: do the tests notice small
-                                      changes of the code?
 
 The notebooks and the tests run under named settings of the arithmetic (CONTRIBUTING.md says
 why). Without --numerics they run under `native`; without --only too, the notebooks run under a
@@ -1075,14 +1073,6 @@ def main(argv=None):
         ),
     )
     parser.add_argument(
-        "--mutants",
-        nargs="?",
-        type=float,
-        const=600,
-        metavar="SECONDS",
-        help="run scripts/tools/mutants.py for so long (default: 600) instead of the steps",
-    )
-    parser.add_argument(
         "--list", action="store_true", help="list the steps and the settings of --numerics"
     )
     args = parser.parse_args(argv)
@@ -1099,11 +1089,6 @@ def main(argv=None):
                 )
             )
         return 0
-    if args.mutants is not None:  # no step: a sample, whose score is read and not passed
-        return subprocess.call(
-            [sys.executable, str(TOOLS / "mutants.py"), "--seconds", str(args.mutants)],
-            cwd=ROOT,
-        )
     start, runs = time.perf_counter(), plan(args.only, args.numerics)
     if any(name == "docs" for name, _ in runs):
         pages()

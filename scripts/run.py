@@ -35,9 +35,6 @@ class Entry(NamedTuple):
 
 EXPERIMENTS = {
     # --- what takes time
-    "encode_kernel": Entry(
-        "bench.encode_kernel", "the fused kernel that codes keys and values", needs="GPU"
-    ),
     "decode_kernel": Entry(
         "bench.decode_kernel",
         "attention on codes against the best attention on bf16 and fp8",
@@ -47,11 +44,6 @@ EXPERIMENTS = {
         "bench.beside",
         "the speed table of an older package and of this one, in turns",
         needs="GPU",
-    ),
-    "decode_cpu": Entry(
-        "bench.decode_cpu",
-        "a decode step of one layer on a CPU, by recipe",
-        "--tokens 200 --repeats 1",
     ),
     "generate": Entry(
         "bench.generate",
@@ -67,20 +59,10 @@ EXPERIMENTS = {
         "bench.serving", "a vLLM engine with codes in its blocks, bf16 and fp8", needs="vllm"
     ),
     # --- quality
-    "recipes": Entry(
-        "eval.recipes",
-        "perplexity of a model on coded caches, by sets of recipes",
-        "--set presets --match k4v4 --protocols decode --layers 2 --windows 2 --length 112 "
-        "--prompt 106",
-    ),
-    "peers": Entry("eval.peers", "the caches of other packages on the same windows"),
     "mutants": Entry(
         "eval.mutation",
         "how many small changes of the code the tests notice",
         needs="cosmic_ray",
-    ),
-    "engine": Entry(
-        "eval.engine", "a model in a real vLLM engine against TurboQuantCache", needs="vllm"
     ),
     "architectures": Entry(
         "eval.architectures",
@@ -140,6 +122,13 @@ LAST = {
     },
     "c045c7d7": {"protein_store": "ESM-2's states in the store of language models"},
     "c3184f0d": {"frames": "where a frame may come from: a prompt, a text, drawn ids"},
+    "bb56ccce": {
+        "encode_kernel": "the fused kernel that codes keys and values, and its launch options",
+        "decode_cpu": "a decode step of one layer on a CPU, by recipe",
+        "recipes": "perplexity by sets of recipes; `turboquant eval ppl` measures any recipe",
+        "peers": "the caches of other packages on the same windows",
+        "engine": "a model in a real vLLM engine against TurboQuantCache",
+    },
 }
 CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x.items()}
 

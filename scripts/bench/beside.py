@@ -15,19 +15,33 @@ Gate: both packages give the same outputs and tokens, bit for bit. Where codes w
 purpose, the first token of each call, in which no code had a say."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from bench import cases, encode_kernel, generate
-from bench.cases import Append, Shape
-from bench.timing import kernel_times, replayed
+from bench import cases, generate
+from bench.cases import Shape
+from bench.timing import append_times, host_times, kernel_times, quantiles, replayed
 from plan import Plan
+from tools import processes
 from tools.goldens import recipes
 
-from turboquant_nb.kernels import ops
+from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import encode, ops
+from turboquant_nb.quant.quantizer import Spec
+from turboquant_nb.quant.recipe import Recipe
+
+
+class Append(NamedTuple):
+    "New tokens of one layer."
+
+    batch: int
+    heads: int
+    d: int
+    tokens: int  # that are new
+    center: str
+
 
 PARTS = "attention", "append", "generate"
 SHAPES = [
@@ -59,11 +73,38 @@ def attention():
             yield row | {"same": digest(attend()[0])}
 
 
+def new_states(case: Append, n, seed):
+    "Keys and values of n tokens, transposed views as a model gives them."
+    generator = torch.Generator(cases.DEVICE).manual_seed(seed)
+    shape = 2, case.batch, n, case.heads, case.d
+    x = torch.randn(shape, generator=generator, device=cases.DEVICE)
+    return x.bfloat16().transpose(2, 3)
+
+
+def used_store(case: Append, static):
+    "A store in use, and more tokens, appended once."
+    batch, heads, d, n, center = case
+    more = dict(inv_freq=cases.frequencies(d), frame=cases.frame(heads, d))
+    more |= dict(dtype=torch.bfloat16, device=cases.DEVICE, max_length=2048, static=static)
+    store = KVStore(Recipe(Spec(bits=3, center=center), Spec(bits=3)), batch, heads, d, **more)
+    encode.append(store, *new_states(case, 70, 0))
+    new = new_states(case, n, 1)
+    encode.append(store, *new)
+    return store, new
+
+
 def append():
     for case in APPENDS:
-        took = encode_kernel.append_case(case)
+        store, new = used_store(case, True)
+        took = append_times(lambda: encode.append(store, *new), [store], tokens=case.tokens)
+        eager, new = used_store(case, False)
+
+        def back():
+            eager.length = 70  # what comes after is written again
+
+        host = host_times(lambda: encode.append(eager, *new), 50, 20, back)[5:]
         row = {"what": "append", "case": f"{case.batch} x {case.tokens}, {case.center}"}
-        yield row | {"us": took["p50"], "host_us": took["host_us"]}
+        yield row | {"us": quantiles(took)["p50"], "host_us": quantiles(host)["p50"]}
 
 
 def generated(model, batch, prompt, new=65, **how):
@@ -102,23 +143,14 @@ def whole_calls():
 
 
 def of_package(folder, parts) -> list:
-    "Rows of the package in a folder, in a process of its own."
+    "Rows of the package in a folder, by its own scripts."
     folder = Path(folder).resolve()
-    here = folder / "scripts"
-    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     code = (
         "import sys; sys.path.insert(1, sys.argv[1]); from bench import beside; beside.child()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(here), *parts],
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=folder,  # which Python searches first
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode:
-        raise SystemExit(f"the package in {folder} ended with {done.returncode}")
-    return [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+    words = "-c", code, str(folder / "scripts"), *parts
+    found = processes.of_package(folder, *words, cwd=folder)  # which Python searches first
+    return [json.loads(x) for x in found if x.startswith("{")]
 
 
 def child():

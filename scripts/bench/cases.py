@@ -12,6 +12,13 @@ from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # of models
+
+
+def wait():
+    "Until the GPU has done what it was told, where there is one."
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 class Shape(NamedTuple):
@@ -22,16 +29,6 @@ class Shape(NamedTuple):
     group: int  # query heads for each
     d: int  # head size
     tokens: int
-
-
-class Append(NamedTuple):
-    "New tokens of one layer."
-
-    batch: int
-    heads: int
-    d: int
-    tokens: int  # that are new
-    center: str
 
 
 class Context(NamedTuple):
@@ -68,15 +65,6 @@ DECODE = [
 CASES = {  # bench, or bench and what it is truncated to
     "decode_kernel": DECODE,
     "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
-    "encode_kernel": [
-        Append(*s, 128, n, "fixed") for s, n in (((1, 8), 1), ((8, 8), 1), ((64, 8), 1))
-    ]
-    + [
-        Append(8, 8, 64, 1, "fixed"),
-        Append(8, 8, 256, 1, "fixed"),
-        Append(8, 8, 128, 5, "fixed"),
-        Append(8, 8, 128, 1, "pre_rope"),
-    ],
     "generate": [
         Context(*c)
         for c in (
@@ -132,17 +120,11 @@ def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):
     return q, k, v
 
 
-def filled(k, v, k_bits, v_bits, center="fixed", rotation="hadamard", room=None):
+def filled(k, v, k_bits, v_bits, center="fixed", room=None):
     """A store that holds the codes of k and v, as a cache with recipe k{bits}v{bits} does, with
     room for more tokens if `room` says so."""
-    return held(
-        Recipe(
-            key=Spec(bits=k_bits, center=center, rotation=rotation), value=Spec(bits=v_bits)
-        ),
-        k,
-        v,
-        room or k.shape[2],
-    )
+    recipe = Recipe(key=Spec(bits=k_bits, center=center), value=Spec(bits=v_bits))
+    return held(recipe, k, v, room or k.shape[2])
 
 
 def held(recipe, k, v, room=None):

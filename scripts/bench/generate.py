@@ -13,12 +13,10 @@ Caches: `dynamic` transformers' DynamicCache, `static` its StaticCache (both wit
 grouped heads shared and no mask: the best that bf16 does here (`dynamic` is no yardstick on
 PyTorch
 2.11, whose SDPA takes cuDNN for it, which plans anew on the host for each new length);
-`quanto`, `hqq` transformers' QuantizedCache where these packages are installed; `turboquant`
-this package with attention on codes. mode `eager` launches from Python, `graph` replays one
-CUDA graph of the whole step, appending included (flash with its length fixed at capture, which
-favours it). Other modes: `launches` of an eager step, `host` Python's time for one layer,
-`fits` the context at three bits in the memory that bf16 takes for 8 x 32,768 tokens, `largest`
-the longest context of eight sequences that fits on the GPU, with what was tried.
+`turboquant` this package with attention on codes. mode `eager` launches from Python, `graph`
+replays one CUDA graph of the whole step, appending included (flash with its length fixed at
+capture, which favours it). What else results/generate/h200.json has (launches, Python's time,
+the longest contexts, transformers' QuantizedCache) is closed: bb56ccce has this script with it.
 `filling_peak_bytes` is the most that was allocated while a cache was filled, `reserved_bytes`
 with the allocator's holes.
 
@@ -59,17 +57,16 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 import transformers
-from bench.cases import CASES, DEVICE, Context, frames
-from bench.timing import host_times, replayed, step_times
+from bench.cases import CASES, DEVICE, DTYPE, Context, frames, wait
+from bench.timing import replayed, step_times
 from plan import Plan, earlier
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation import BaseStreamer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
-from turboquant_nb.hf import TurboQuantCache, turboquant_attention
+from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.compiled import StepChoice, compile_steps
-from turboquant_nb.hf.hooks import register
+from turboquant_nb.hf.hooks import Pass, register
 from turboquant_nb.quant.recipe import preset
 
 LLAMA = dict(
@@ -100,7 +97,7 @@ PLAIN = {
 }  # by name alone keys have the mean before RoPE, if the frame has it
 
 
-def make_model(sizes, dtype=torch.bfloat16):
+def make_model(sizes, dtype=DTYPE):
     "Random weights, made where they are used."
     config = LlamaConfig(**sizes)
     with torch.device("meta"):
@@ -125,7 +122,7 @@ class FlashCache(transformers.Cache):
         super().__init__(layers=[])
         self.k, self.v = (
             [
-                torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
+                torch.empty(shape, dtype=DTYPE, device=DEVICE)
                 for _ in range(config.num_hidden_layers)
             ]
             for _ in range(2)
@@ -160,7 +157,7 @@ register("in_place", in_place, lambda *a, **k: None)
 def states(config, batch, n, seed):
     g = torch.Generator(DEVICE).manual_seed(seed)
     shape = (2, batch, config.num_key_value_heads, n, config.head_dim)
-    return torch.randn(shape, generator=g, device=DEVICE, dtype=torch.bfloat16)
+    return torch.randn(shape, generator=g, device=DEVICE, dtype=DTYPE)
 
 
 def empty(kind, recipe, config, batch, tokens, graph):
@@ -178,15 +175,15 @@ def empty(kind, recipe, config, batch, tokens, graph):
         return DynamicCache(config=config)
     if kind == "static":
         return StaticCache(config=config, max_cache_len=tokens + 256)
-    if kind == "flash":
-        return FlashCache(config, batch, tokens + 256, tokens)
-    return transformers.QuantizedCache(kind, config, nbits=recipe, residual_length=128)
+    return FlashCache(config, batch, tokens + 256, tokens)
 
 
 def put(cache, kind, layer, at, k, v):
     "Tokens from position `at` on, as a prompt would bring them."
     if kind == "turboquant":
-        cache.layers[layer]._append(k, v, at == 0)
+        filling = Pass(hooked=False)
+        filling.on_codes = True  # nothing is read back
+        cache.layers[layer].update(k, v, now=filling)
     elif kind == "flash":
         (
             cache.k[layer][:, :, at : at + k.shape[2]],
@@ -271,7 +268,7 @@ def peak(weights, name="peak_bytes"):
 
 @contextmanager
 def noting(row, ours, memory=dict):
-    "A row says that memory ran out. Another package's cache may fail otherwise too; not ours."
+    "A row says that memory ran out. Another cache may fail otherwise too; not ours."
     try:
         yield
     except torch.OutOfMemoryError:
@@ -297,7 +294,7 @@ def measure(model, kind, recipe, case: Context, mode, seconds):
     with noting(row, kind == "turboquant", lambda: peak(weights, name())):
         use(model, kind)
         cache = filled(kind, recipe, model.config, batch, tokens, mode == "graph")
-        torch.cuda.synchronize()
+        wait()
         row["cache_bytes"] = torch.cuda.memory_allocated() - weights
         row |= peak(weights, "filling_peak_bytes")
         torch.cuda.reset_peak_memory_stats()
@@ -308,103 +305,6 @@ def measure(model, kind, recipe, case: Context, mode, seconds):
         if kind == "turboquant":
             row["bits_per_value"] = on_kernels(cache)["bits_per_value"]
     return row
-
-
-WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"
-
-
-def launches(model, kind, recipe, case=Context(1, 2048)):
-    """Kernel launches of one eager decode step, how often the host waits in it, and its time on
-    the host."""
-    from torch.profiler import ProfilerActivity, profile
-
-    use(model, kind)
-    layers = model.config.num_hidden_layers
-    step = step_of(model, filled(kind, recipe, model.config, *case, False), case.batch)
-    host = sorted(host_times(step, 1, 8))[4]
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-        step()
-        torch.cuda.synchronize()
-    names = [e.name for e in prof.events()]
-    on_gpu = [
-        e.name
-        for e in prof.events()
-        if str(e.device_type).endswith("CUDA") and not e.name.startswith(("Memcpy", "Memset"))
-    ]
-    return (
-        about(kind, recipe, case, "launches")
-        | dict.fromkeys(("p20", "p50", "p80"), len(on_gpu))
-        | {
-            "n": 1,
-            "unit": "launches a step",
-            "per_layer": len(on_gpu) / layers,
-            "waits": sum(x in WAITS for x in names) - 1,  # the one after the step
-            "host_us_per_layer": host / layers,
-        }
-    )
-
-
-def host_cost(model, case=Context(1, 2048)):
-    "Microseconds of Python that update and attention of one layer take in an eager step."
-    use(model, "turboquant")
-    c = model.config
-    cache = filled("turboquant", "k3v3", c, *case, False)
-    k, size = states(c, 1, 1, 0)[0], (1, c.num_attention_heads, 1, c.head_dim)
-    q = torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
-    update = lambda: cache.layers[0].update(k, k)
-    whole = lambda: turboquant_attention(None, q, *update(), None, 0.1)
-    took, update = (sorted(host_times(f, 20, 5)) for f in (whole, update))
-    times = dict(zip(("p20", "p50", "p80"), took[1:4]))
-    row = about("turboquant", "k3v3", case, "host") | times
-    return row | {"n": 150, "unit": "us a layer", "update": update[2]}
-
-
-# --- memory
-
-
-def contexts(model, rows):
-    """The context at three bits in the memory of bf16's 8 x 32,768 tokens, and the longest that
-    fits on this GPU for both; filled, and a few steps taken."""
-    took = {
-        r["cache"]: r["cache_bytes"] / (r["tokens"] + 256)
-        for r in rows
-        if (r["batch"], r["tokens"], r["mode"]) == (8, 32768, "graph")
-        and r["recipe"] in ("bf16", "k3v3")
-    }
-    of = lambda kind, recipe, tokens: measure(
-        model, kind, recipe, Context(8, tokens), "eager", 0.1
-    )
-    dense = took["flash"] * (32768 + 256)
-    fits = int(dense / took["turboquant"]) // 256 * 256 - 256
-    more = {"fits_in_bytes": dense, "ratio": (fits + 256) / (32768 + 256)}
-    yield of("turboquant", "k3v3", fits) | {"mode": "fits"} | more
-    clean()
-    free = torch.cuda.mem_get_info()[0] - 3 * 2**30
-    for kind, recipe in (("flash", None), ("turboquant", "k3v3")):
-        yield longest(partial(of, kind, recipe), int(free / took[kind]))
-
-
-def longest(measured, estimate, least=0.6, near=0.02):
-    """The row of the longest context that fits: the estimate, or else between `least` of it and
-    that by halves, to `near` of it. If not even that fits, the row that says so."""
-    tried = []
-
-    def attempt(part):
-        row = measured(int(part * estimate) // 1024 * 1024)
-        tried.append([row["tokens"], row.get("error", "fits")])
-        return row
-
-    row, high = attempt(1), 1.0
-    if "error" in row:
-        row, low = attempt(least), least
-        while "error" not in row and high - low > near:
-            middle = (low + high) / 2
-            found = attempt(middle)
-            if "error" in found:
-                high = middle
-            else:
-                row, low = found, middle
-    return row | {"mode": "largest", "estimate": estimate, "tried": tried}
 
 
 # --- gate
@@ -493,7 +393,7 @@ class Clock(transformers.LogitsProcessor):
 
     def __call__(self, ids, scores):
         if self.at is None:
-            torch.cuda.synchronize()
+            wait()
             self.at = time.perf_counter()
         return scores
 
@@ -537,14 +437,14 @@ def generated(model, ids, new, cache, **options):
         pad_token_id=0,
         **options,
     )
-    torch.cuda.synchronize()
+    wait()
     return out[:, ids.shape[1] :]
 
 
 def call(model, ids, new, cache, **options):
     "(milliseconds to the first token, of all tokens after it, the tokens) of one call."
     clock = Clock()
-    torch.cuda.synchronize()
+    wait()
     began = time.perf_counter()
     out = generated(model, ids, new, cache, logits_processor=[clock], **options)
     return 1e3 * (clock.at - began), 1e3 * (time.perf_counter() - clock.at), out
@@ -561,7 +461,7 @@ def new_cache(model, cache, mode="graphs", length=None):
     if cache == "static":
         return StaticCache(config=model.config, max_cache_len=length)
     room = dict(max_length=length, static=mode.endswith("kept")) if length else {}
-    return TurboQuantCache(model, "k3v3", graphs=mode != "eager", **room)
+    return TurboQuantCache(model, cache.split()[1], graphs=mode != "eager", **room)
 
 
 def said(cache, *names):
@@ -910,7 +810,7 @@ def options(p):
     )
 
 
-def measured(case: Context, peers):
+def measured(case: Context):
     "(cache, recipe, mode) of the rows of one size."
     yield from (
         (*x, mode)
@@ -924,26 +824,15 @@ def measured(case: Context, peers):
             ("static", None, "graph"),
             ("dynamic", None, "eager"),
         )
-    if case == Context(1, 8192):
-        yield from ((kind, 4, "eager") for kind in peers)
 
 
 @torch.no_grad()
 def rows(a, before):
-    model, found = make_model(TINY if a.tiny else LLAMA), [*before]
-    if not before:
-        yield host_cost(model)
-        for kind, recipe in (("static", None), ("flash", None), ("turboquant", "k3v3")):
-            yield launches(model, kind, recipe)
-    there = dict(quanto=is_optimum_quanto_available(), hqq=is_hqq_available())
-    peers = [kind for kind, installed in there.items() if installed]
-    done = {Context(r["batch"], r["tokens"]) for r in before if r["mode"] in ("eager", "graph")}
+    model = make_model(TINY if a.tiny else LLAMA)
+    done = {Context(r["batch"], r["tokens"]) for r in before}
     for case in CASES["generate, quick" if a.quick else "generate"]:
-        for kind, recipe, mode in measured(case, peers) if case not in done else ():
-            found.append(measure(model, kind, recipe, case, mode, a.seconds))
-            yield found[-1]
-    if not a.tiny:
-        yield from contexts(model, found)
+        for kind, recipe, mode in measured(case) if case not in done else ():
+            yield measure(model, kind, recipe, case, mode, a.seconds)
 
 
 def by_the_clock(a, before):
@@ -971,7 +860,7 @@ def plan(a):
         data = {"id": "random ids", "n": len(calls)}
         todo = by_the_clock(a, before)
     else:
-        before = [r for r in before if r["mode"] not in ("prefill", "fits", "largest")]
+        before = [r for r in before if r["mode"] in ("eager", "graph")]
         cases = CASES["generate, quick" if a.quick else "generate"]
         data = {"id": "random states in place of a prompt, normal", "n": len(cases)}
         todo = rows(a, before)

@@ -28,40 +28,17 @@ import time
 from pathlib import Path
 
 import torch
-from plan import Plan
+from bench import generate
 from bench.timing import quantiles
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from plan import Plan
 
 from turboquant_nb.evaluation.models import SMOLLM2, demo_message, load_model, sample_text
-from turboquant_nb.hf import TurboQuantCache
 
 
-def attention(name):
-    "How a model attends that has such a cache."
-    return "sdpa" if name == "dynamic" else "turboquant"
-
-
-def tiny():
-    "A small random model: does the bench run?"
-    torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=1 << 17)).eval()
-
-
-def prompt_ids(tokenizer, length):
+def prompt_ids(model, tokenizer, length):
     "[1, length] ids: the demo's message where `length` is 0, else text repeated."
     if tokenizer is None:
-        return torch.randint(
-            256, (1, length or 600), generator=torch.Generator().manual_seed(0)
-        )
+        return generate.random_ids(model, 1, length or 600, 0)
     if not length:
         found = tokenizer.apply_chat_template(
             [{"role": "user", "content": demo_message()}],
@@ -75,51 +52,29 @@ def prompt_ids(tokenizer, length):
 
 def read(model, cache, name, ids, filled=False):
     "The cache after all tokens but the last, in chunks; or filled with as many random states."
-    model.set_attn_implementation(attention(name))
+    generate.use(model, name)
     if filled:
-        c, g = model.config, torch.Generator().manual_seed(0)
-        shape = 2, 1, c.num_key_value_heads, ids.shape[1] - 1, c.hidden_size
-        shape = *shape[:-1], getattr(c, "head_dim", None) or shape[-1] // c.num_attention_heads
-        for i in range(c.num_hidden_layers):
-            k, v = torch.randn(shape, generator=g)
-            if name == "dynamic":
-                cache.update(k, v, i)
-            else:
-                cache.layers[i]._append(k, v, True)
-        return cache
+        return generate.fill(cache, name.split()[0], model.config, 1, ids.shape[1] - 1)
     for part in ids[:, :-1].split(4096, 1):
         model(part, past_key_values=cache, logits_to_keep=1)
     return cache
 
 
-def fresh(model, name, **options):
-    return (
-        DynamicCache(config=model.config)
-        if name == "dynamic"
-        else TurboQuantCache(model, name.split()[1], **options)
-    )
-
-
 def call(model, cache, name, ids, new):
     """(tokens per second of one call that makes `new` tokens, processor milliseconds for each,
     the ids with them)."""
-    model.set_attn_implementation(attention(name))
+    generate.use(model, name)
     began, used = time.perf_counter(), time.process_time()
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=new,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return new / (time.perf_counter() - began), 1e3 * (time.process_time() - used) / new, out
+    out = generate.generated(model, ids, new, cache)
+    seconds, processor = time.perf_counter() - began, time.process_time() - used
+    return new / seconds, 1e3 * processor / new, torch.cat([ids, out], 1)
 
 
 def measured(model, recipes, ids, new, repeats, filled):
     "Rows of all caches on one prompt, their calls in turns."
     names = "dynamic", *(f"turboquant {x}" for x in recipes)
-    caches = {name: read(model, fresh(model, name), name, ids, filled) for name in names}
+    new_cache = generate.new_cache
+    caches = {name: read(model, new_cache(model, name), name, ids, filled) for name in names}
     at, speeds, used = (
         dict.fromkeys(caches, ids),
         {name: [] for name in caches},
@@ -162,7 +117,7 @@ def measured(model, recipes, ids, new, repeats, filled):
 def gate(model, ids):
     "Whether one step's logits do not depend on who serves it."
     logits = []
-    cache = read(model, fresh(model, "turboquant k3v3"), "turboquant k3v3", ids[:, :400])
+    cache = read(model, generate.new_cache(model, generate.OURS), generate.OURS, ids[:, :400])
     for backend in ("auto", "torch"):
         mine = copy.deepcopy(cache)
         for layer in mine.layers:
@@ -197,16 +152,18 @@ def options(p):
 @torch.no_grad()
 def rows(a, model, tokenizer):
     for length in a.prompts:
-        ids = prompt_ids(tokenizer, length)
+        ids = prompt_ids(model, tokenizer, length)
         yield from measured(model, a.recipes, ids, a.new, a.repeats, a.filled)
 
 
 @torch.no_grad()
 def plan(a):
-    model, tokenizer = (tiny(), None) if a.tiny else load_model(a.model)[:2]
+    model, tokenizer = (
+        (generate.make_model(generate.TINY), None) if a.tiny else load_model(a.model)[:2]
+    )
     model.config.max_position_embeddings = 1 << 17
     model.generation_config.eos_token_id = None
-    passed = gate(model, prompt_ids(tokenizer, 600))
+    passed = gate(model, prompt_ids(model, tokenizer, 600))
     name = {"id": "tiny", "revision": "none"}
     if not a.tiny:
         name = {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}

@@ -25,10 +25,11 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from plan import Plan
+from tools.processes import ended
 
 from turboquant_nb.results import tree
 
@@ -79,21 +80,6 @@ OF_MODEL = {  # parts of the gate without which ours is not measured with these 
 began = time.monotonic()
 
 
-def process(*command, seconds):
-    "Lines that a process of Python prints; they are shown where it fails."
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    if done.returncode:
-        print(done.stdout[-3000:], done.stderr[-6000:], sep="\n", flush=True)
-        raise RuntimeError(f"{command[0]} ended with {done.returncode}")
-    return done.stdout.splitlines()
-
-
 def holds(part, found):
     "Whether what a part of the gate found is right, and is what it is there for."
     if "error" in found or "unfinished" in found:
@@ -111,26 +97,23 @@ def gate(parts, seconds):
     "These parts at once, each an engine of its own."
     if not parts:
         return {}
-    tests, folder, found = (
-        HERE.parents[1] / "tests/vllm/engine.py",
-        tempfile.TemporaryDirectory(),
-        {},
-    )
-    with ThreadPoolExecutor(len(parts)) as pool:
-        running = {
-            part: pool.submit(process, tests, f"{folder.name}/{part}", part, seconds=seconds)
-            for part in parts
-        }
-    for part, future in running.items():
-        try:
-            found[part] = json.loads(
-                next(x for x in future.result() if x.startswith("RESULT "))[7:]
-            )
-        except subprocess.TimeoutExpired:
-            found[part] = dict(unfinished=seconds)
-        except RuntimeError as error:
-            found[part] = dict(error=str(error)[:300])
-        print(part, json.dumps(found[part]), flush=True)
+    script, found = HERE.parents[1] / "tests/vllm/engine.py", {}
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(parts)) as pool:
+
+        def run(part):
+            return ended([sys.executable, script, f"{folder}/{part}", part], seconds, env=env)
+
+        for part, (status, said) in zip(parts, pool.map(run, parts)):
+            if status is None:
+                found[part] = dict(unfinished=seconds)
+            elif status:
+                found[part] = dict(error=f"{script.name} ended with {status}")
+                print(said[-9000:], flush=True)
+            else:
+                line = next(x for x in said.splitlines() if x.startswith("RESULT "))
+                found[part] = json.loads(line.removeprefix("RESULT "))
+            print(part, json.dumps(found[part]), flush=True)
     return {
         part: x | dict(passed=holds(part, x), commit=tree().commit) for part, x in found.items()
     }
@@ -261,30 +244,28 @@ class Engine:
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def start(self, seconds):
-        "Its first row, that of its start; None where it fails, or takes longer."
+    def said(self, seconds):
+        "Rows as they come, of so many seconds; then it is ended."
         timer = threading.Timer(seconds, self.process.kill)
         timer.start()
         try:
-            for line in self.process.stdout:
-                if line.startswith("ROW "):
-                    return json.loads(line[4:])
-            return None
-        finally:
-            timer.cancel()
-
-    def rows(self, seconds):
-        """Its other rows as they come; what it said last is shown where it fails. After so many
-        seconds it is ended."""
-        timer = threading.Timer(seconds, self.process.kill)
-        timer.start()
-        try:
-            self.go_on()
             for line in self.process.stdout:
                 if line.startswith("ROW "):
                     yield json.loads(line[4:])
         finally:
             timer.cancel()
+
+    def start(self, seconds):
+        "Its first row, that of its start; None where it fails, or takes longer."
+        with closing(self.said(seconds)) as rows:
+            return next(rows, None)
+
+    def rows(self, seconds):
+        "Its other rows as they come; what it said last is shown where it fails."
+        try:
+            self.go_on()
+            yield from self.said(seconds)
+        finally:
             self.end()
 
     def end(self):

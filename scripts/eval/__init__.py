@@ -1,1 +1,1 @@
-"Everything that measures quality: models and windows of text are in `windows`."
+"What measures something other than time."

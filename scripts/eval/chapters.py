@@ -30,6 +30,7 @@ TOOLS = ROOT / "scripts" / "tools"
 sys.path.insert(0, str(TOOLS))
 from notebooks import notebooks, text_of
 from preview_docs import copy_tree
+from processes import ended
 
 sys.path.remove(str(TOOLS))
 MODEL = re.compile(
@@ -89,21 +90,10 @@ def run(path, inside, env, seconds):
         flags = ["--flags", "gpu"] if torch.cuda.is_available() else []
         command = [sys.executable, TOOLS / "test_notebooks.py", "--path", target]
         begin = time.perf_counter()
-        with subprocess.Popen(
-            [str(x) for x in (*command, "--n_workers", 0, *flags)],
-            cwd=tmp,
-            env=env | caches,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                said = process.communicate(timeout=seconds)[0]
-                passed = process.returncode == 0 and "Success." in said
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                said, passed = f"did not end in {seconds:g} s", False
+        words = *command, "--n_workers", 0, *flags
+        status, said = ended(words, seconds, cwd=tmp, env=env | caches)
+        passed = status == 0 and "Success." in said
+        said = f"did not end in {seconds:g} s" if status is None else said
         return passed, time.perf_counter() - begin, "" if passed else why(said)
 
 

@@ -1,19 +1,16 @@
-"""How many small changes of the code the tests notice: run.py mutants --out FILE
-[--sample FILE …].
+"""How many small changes of the code the tests notice: run.py mutants --sample FILE …
+--out FILE.
 
 scripts/tools/mutants.py makes the changes, one at a time, and says what became of each; its
-lines of JSON are read here from the files of --sample, or drawn now. Parts of the package
-may be drawn in runs of their own, each in proportion to the changes that it could have: the
-tests of kernels take minutes, those of theory seconds. Killed is a change that its own
-module's files of tests notice; those that only files of other modules notice, in a run with
---retry and --tests, are counted apart. Gate: each statement that was changed stands in the
-committed code, as it was before the change."""
+lines of JSON are read here, of a change that was tried again the last. Parts of the package may
+be drawn in runs of their own, each in proportion to the changes that it could have: the tests
+of kernels take minutes, those of theory seconds. Killed is a change that its own module's files
+of tests or its notebook notice; those that only files of other modules notice, in a run with
+--tests, are counted apart. Gate: each statement that was changed stands in the committed code,
+as it was before the change."""
 
 import ast
 import json
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -22,17 +19,15 @@ import triton  # noqa: F401
 from plan import Plan
 from tools import mutants
 
-ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = {"kernels/decode_mma": "Gluon, in which it is written, has no interpreter"}
+PACKAGE = Path(__file__).resolve().parents[2] / mutants.PACKAGE
+COUNTED = "killed", "late", "elsewhere", "survived"
 
 
 def options(p):
-    p.add_argument("--sample", nargs="+", metavar="FILE", help="what mutants.py --out wrote")
-    p.add_argument("--seed", type=int, default=0, help="with which changes are or were drawn")
-    p.add_argument("--most", type=int, default=60, help="changes, where they are drawn now")
-    p.add_argument("--seconds", type=int, default=3600, help="begin no further change after")
-    p.add_argument("--workers", type=int, default=1, help="changes tried at the same time")
-    p.add_argument("--module", nargs="+", help="of these modules; default: all with tests here")
+    p.add_argument(
+        "--sample", nargs="+", default=[], metavar="FILE", help="what mutants.py --out wrote"
+    )
+    p.add_argument("--seed", type=int, default=0, help="with which changes were drawn")
     p.add_argument(
         "--without",
         nargs="+",
@@ -42,31 +37,16 @@ def options(p):
     )
 
 
-def drawn(a, modules) -> list:
-    "Lines of a run of mutants.py, in a process that has not imported the package."
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "lines"
-        how = {x: str(getattr(a, x)) for x in ("seed", "most", "seconds", "workers")}
-        words = [f"--{name}={x}" for name, x in how.items()]
-        words += [f"--module={x}" for x in a.module or modules]
-        script = str(ROOT / "scripts" / "tools" / "mutants.py")
-        subprocess.run([sys.executable, script, *words, f"--out={out}"], check=True)
-        return lines([out])
-
-
 def lines(paths) -> list:
     """What became of each change, from files of JSON lines; a survivor that was listed since as
-    one that nothing can see is one of those, and one that died when it was tried again, with
-    other files of tests, died elsewhere."""
-    text = "".join(Path(path).read_text(encoding="utf-8") for path in paths)
+    one that nothing can see is one of those."""
     listed, found = mutants.equivalent(), {}
+    text = "".join(Path(path).read_text(encoding="utf-8") for path in paths)
     for x in map(json.loads, text.splitlines()):
-        place = x["module"], x["operator"], x["occurrence"], x["was"], x["now"]
-        first = found.setdefault(place, x)
-        if first is not x and first["outcome"] == "survived" and x["outcome"] != "survived":
-            first["outcome"] = "elsewhere"
         if x["outcome"] == "survived" and (x["module"], x["was"], x["now"]) in listed:
             x["outcome"] = "equivalent"
+        place = x["module"], x["operator"], x["occurrence"], x["was"], x["now"]
+        found[place] = x
     return list(found.values())
 
 
@@ -86,13 +66,10 @@ def gate(found, sources) -> dict:  # {"cmd", "passed", "not there"}
 def rows(found, sources):
     "A row for each package that was drawn from."
     package = lambda name: name.rpartition("/")[0] or "ground"
-    changes = Counter()
-    for name in sources:
-        if name not in LEFT_OUT:
-            changes[package(name)] += sum(1 for _ in mutants.mutants(name, sources[name]))
     for name in sorted({package(x["module"]) for x in found}):
         mine = [x for x in found if package(x["module"]) == name]
         became = Counter(x["outcome"] for x in mine)
+        modules = [x for x in sources if package(x) == name and x not in mutants.LEFT_OUT]
         survivors = [
             {k: x[k] for k in ("module", "line", "was", "now")}
             for x in mine
@@ -100,7 +77,7 @@ def rows(found, sources):
         ]
         yield dict(
             package=name,
-            changes=changes[name],
+            changes=sum(1 for x in modules for _ in mutants.mutants(x, sources[x])),
             drawn=len(mine),
             killed=became["killed"] + became["late"],
             elsewhere=became["elsewhere"],
@@ -113,19 +90,19 @@ def rows(found, sources):
 
 
 def plan(a):
-    package = ROOT / "turboquant_nb"
-    sources = {
-        x: (package / f"{x}.py").read_text(encoding="utf-8") for x in mutants.modules(package)
-    }
-    found = lines(a.sample) if a.sample else drawn(a, [x for x in sources if x not in LEFT_OUT])
-    left_out = LEFT_OUT | dict(x.split("=", 1) for x in a.without)
-    about = gate(found, sources)
+    names = mutants.modules(PACKAGE)
+    sources = {x: (PACKAGE / f"{x}.py").read_text(encoding="utf-8") for x in names}
+    found = lines(a.sample)
     became = Counter(x["outcome"] for x in found)
-    killed = became["killed"] + became["late"]
-    counted = killed + became["elsewhere"] + became["survived"]
-    more = {"left_out": left_out, "killed": killed, "elsewhere": became["elsewhere"]}
-    more["counted"] = counted
+    counted = sum(became[x] for x in COUNTED)
+    more = {
+        "left_out": mutants.LEFT_OUT | dict(x.split("=", 1) for x in a.without),
+        "killed": (killed := became["killed"] + became["late"]),
+        "elsewhere": became["elsewhere"],
+        "counted": counted,
+    }
     if counted:
         more["interval"] = list(mutants.interval(killed, counted))
     data = {"id": "small changes of the package's modules", "n": len(found)}
+    about = gate(found, sources)
     return Plan("mutants", about, rows(found, sources), data, seeds=[a.seed], more=more)

@@ -9,7 +9,6 @@ processor's. A change that is meant to keep what the package computes shows it h
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,9 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parent))
+import processes
+
 PROMPT, LONG = 300, 420  # tokens of a prompt; of one that more than one chunk reads
 BATCH, VOCABULARY = 2, 128
 
@@ -214,18 +216,12 @@ def computed(device: str, backends: list, cases: list, names: list) -> dict:
 
 
 def of_package(folder, args) -> dict:
-    """What the package in `folder` computes, in a process of its own; without such a folder the
-    installed one."""
-    command = [sys.executable, str(HERE), "--write", "--device", args.device]
-    command += ["--backends", *args.backends, "--cases", *args.cases]
+    "What the package in a folder computes, in a process of its own."
+    words = [str(HERE), "--write", "--device", args.device]
+    words += ["--backends", *args.backends, "--cases", *args.cases]
     if args.recipes:
-        command += ["--recipes", *args.recipes]
-    there = (Path(folder) / "turboquant_nb").is_dir()
-    env = os.environ | ({"PYTHONPATH": str(folder)} if there else {})
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"the package in {folder} ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
+        words += ["--recipes", *args.recipes]
+    return json.loads(processes.of_package(folder, *words)[-1])
 
 
 def differences(old: dict, new: dict) -> list:

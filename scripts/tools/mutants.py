@@ -3,62 +3,48 @@
 
     python scripts/tools/mutants.py --seconds 600            a sample of all mutants
     python scripts/tools/mutants.py --module rates --seed 1  another sample, of one module
-    python scripts/tools/mutants.py --all --module rope      every mutant of a module
-    python scripts/tools/mutants.py --workers 16 --suite --out x.jsonl    sixteen at a time,
-                                                             against the whole suite, kept
-    python scripts/tools/mutants.py --retry x.jsonl          those of it that survived, after a
-                                                             test was added
-    python scripts/tools/mutants.py --list                   how many mutants each module has
-    python scripts/tools/mutants.py --prune                  drop from mutants_equivalent.txt
-                                                             what no module says any more
+    python scripts/tools/mutants.py --workers 16 --out x.jsonl    sixteen at a time, a line of
+                                                             JSON for each; the same again,
+                                                             after a test was added, tries
+                                                             those that survived
+    python scripts/tools/mutants.py --tests tests/a.py --out x.jsonl    those against other
+                                                             files of tests
 
-cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). It would start a
-process for each, and importing torch takes longer than most tests; here one process imports the
-libraries once and forks for each mutant. Each file of tests runs once without any change,
-observed; then a mutant meets first the tests that enter its function, the fastest first, and
-after them the others (those up to the one that kills it run again without the change): a
-default is checked by who never calls it, and a result that is kept was made by an earlier test.
-A mutant is killed if a test of its own module's files (`tests_of`) fails, or runs much longer
-than it should; what passes them meets the cells of the module's chapter, which check it too.
-With --suite every other file counts too, by its tests that enter the function, as many as take
-a minute: that is what the checks would notice; of tests that do not enter it as many run as
-take another minute. With --in-order nothing is observed and the tests of a module's
-own files run as they stand: for files that take minutes, as those of kernels do. Kernels run in
-Triton's interpreter. What cannot be imported at all does not count. A survivor is either a test
-that is missing or a change that nothing can see (`x < 0` for `x <= 0` where both give the
-same): those are listed, with the reason, in mutants_equivalent.txt, by the statement that is
-changed and not by how it is laid out, and count no more."""
+cosmic-ray makes the mutants (pip install -c constraints.txt ".[mutants]"). Each is written into
+a copy of the tree, where it meets the files of tests of its own module (`tests_of`), up to the
+first test that fails, and then the notebook that the changed cell comes from. It is killed if
+one of them fails or runs much longer than it should. All of them run first without a change,
+and must pass. Kernels run in Triton's interpreter. What cannot be imported at all does not
+count. A survivor is either a test that is missing or a change that nothing can see (`x < 0` for
+`x <= 0` where both give the same): those are listed, with the reason, in
+mutants_equivalent.txt, by the statement that is changed and not by how it is laid out, and
+count no more."""
 
 import argparse
 import ast
-import importlib
-import importlib.machinery
 import json
-import linecache
 import os
+import queue
 import random
 import re
-import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
-from itertools import takewhile
 from pathlib import Path
 
-from pytest import hookimpl as pytest_hook
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from notebooks import directives, text_of
+from notebooks import text_of
 from preview_docs import copy_tree
+from processes import ended
 
-SCRIPTS = Path(__file__).resolve().parent
-EQUIVALENT = SCRIPTS / "mutants_equivalent.txt"
+EQUIVALENT = Path(__file__).with_name("mutants_equivalent.txt")
+PACKAGE = "turboquant_nb"
+LEFT_OUT = {"kernels/decode_mma": "Gluon, in which it is written, has no interpreter"}
 GROUND = "ground"  # the folder of tests for modules that lie in no wing
 WHOLE = "hf", "vllm"  # wings where a cache reaches every module: all of their tests count
 SWAPS = (
@@ -73,26 +59,8 @@ OTHERS = (
     "ReplaceBreakWithContinue NumberReplacer ZeroIterationForLoop"
 ).split()
 UNARY = "USub_UAdd Delete_Not".split()
-PRELOAD = (
-    "numpy scipy.integrate scipy.optimize scipy.special scipy.stats safetensors.torch torch "
-    "triton transformers hypothesis _pytest.assertion.rewrite"
-).split()
-CONTROL = "no change"
-# seconds for one mutant of the tests that do not enter its function; with --suite also of those
-# of other modules' files that do
-NEAR = 60
-KEEPS_KIND = (
-    "abs",
-    "ceil",
-    "clamp",
-    "clip",
-    "clone",
-    "floor",
-    "flip",
-    "round",
-    "sort",
-    "sqrt",
-)  # x.f(...) and x are of one kind
+# x.f(...) and x are of one kind
+KEEPS_KIND = "abs ceil clamp clip clone floor flip round sort sqrt".split()
 
 
 def modules(package):
@@ -104,18 +72,17 @@ def modules(package):
 def tests_of(module, tests):
     """The files of tests that have to notice a change of a module: its own, or else those of
     its wing that import it, or else all that do, or else all of its wing; and what is
-    promised. Of the wings in `WHOLE` all."""
+    promised. Of the wings in `WHOLE` all, those that have its name first."""
     wing, _, name = module.rpartition("/")
-    above = wing or "turboquant_nb"
+    above = wing or PACKAGE
     imports = re.compile(rf"\b{above}\.{name}\b|\b{above} import [^\n]*\b{name}\b")
-    wing = wing or GROUND
+    whole, wing = wing in WHOLE, wing or GROUND
+    all_of = sorted((tests / wing).glob("test_*.py"), key=lambda path: name not in path.stem)
     using = [
         x for x in sorted(tests.rglob("test_*.py")) if imports.search(x.read_text("utf-8"))
     ]
-    own = [tests / wing / f"test_{name}{kind}.py" for kind in ("", "_kernel")]
-    own = [x for x in own if x.exists()]
-    all_of = sorted((tests / wing).glob("test_*.py"))
-    found = [] if wing in WHOLE else own or [x for x in all_of if x in using] or using
+    own = [x for x in all_of if x.stem in (f"test_{name}", f"test_{name}_kernel")]
+    found = [] if whole else own or [x for x in all_of if x in using] or using
     if not (found := found or all_of):
         raise Failed(f"no file of tests imports {module}")
     return list(dict.fromkeys([*found, tests / "tools" / "test_promises.py"]))
@@ -307,396 +274,108 @@ def equivalent():
     return {tuple(row[:3]): row[3] for row in rows}
 
 
-def stale(sources):
-    "Those of `equivalent` whose statement is in no module any more."
-    said = {
-        (name, head(x))
-        for name, source in sources.items()
-        for x in ast.walk(ast.parse(source))
-        if isinstance(x, ast.stmt | ast.ExceptHandler)
-    }
-    return [x for x in equivalent() if x[:2] not in said]
-
-
-def prune(sources):
-    "Write the list without what is stale; how many went."
-    gone = {" || ".join(x) for x in stale(sources)}
-    lines = EQUIVALENT.read_text(encoding="utf-8").splitlines()
-    kept = [x for x in lines if x.rpartition(" || ")[0] not in gone]
-    EQUIVALENT.write_text("\n".join(kept) + "\n", encoding="utf-8")
-    return len(lines) - len(kept)
-
-
 # ---------------------------------------------------------------- how it is tried
 
 
-def functions(source):
-    """line -> the lines on which the functions that hold it begin; a decorator belongs to its
-    function."""
-    out = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", ()))])
-            for line in range(first, node.end_lineno + 1):
-                out.setdefault(line, set()).add(first)
-    return out
+def home(path, source, line):
+    "The notebook that a line of a module comes from."
+    above = "\n".join(source.splitlines()[:line])
+    return (path.parent / re.findall(r"^# %% (\S+\.ipynb) #", above, re.M)[-1]).resolve()
 
 
-NOT_RUN = {"default_exp", "notest", "gpu", "slow", "eval"}
-
-
-def run_chapter(path, source, name):
-    """Run the cells of the chapters that a module's source comes from, in their folder, with
-    what they export taken from that source."""
-    chunks = re.split(r"^# %% (\S+\.ipynb) #(\S+)$", source, flags=re.M)[1:]
-    exported = {at: code for _, at, code in zip(*[iter(chunks)] * 3)}
-    os.environ["MPLBACKEND"] = "agg"
-    for chapter in dict.fromkeys(chunks[::3]):
-        notebook = (path.parent / chapter).resolve()
-        os.chdir(notebook.parent)
-        scope = {"__name__": name, "__package__": name.rpartition(".")[0]}
-        for i, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
-            found, code = directives(text_of(cell["source"]))
-            if cell["cell_type"] != "code" or NOT_RUN & set(found):
-                continue
-            code = exported.get(cell["id"], code)
-            code = "".join(
-                x for x in code.splitlines(True) if not x.lstrip().startswith(("%", "!"))
-            )
-            file = f"<cell {i} of {notebook.name}>"
-            linecache.cache[file] = len(code), None, code.splitlines(keepends=True), file
-            exec(compile(code, file, "exec"), scope)
+@contextmanager
+def written(path, source, new, notebook):
+    """While this lasts a module is `new`, and the cell of the notebook that its change comes
+    from is so, too."""
+    cells = (re.split(r"^# %% .*$", x, flags=re.M) for x in (source, new))
+    was, now = next((a.strip(), b.strip()) for a, b in zip(*cells) if a != b)
+    text = notebook.read_text(encoding="utf-8")
+    held = json.loads(text)
+    for cell in held["cells"]:
+        cell["source"] = text_of(cell["source"]).replace(was, now)
+    path.write_text(new, encoding="utf-8")
+    notebook.write_text(json.dumps(held), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(source, encoding="utf-8")
+        notebook.write_text(text, encoding="utf-8")
 
 
 @dataclass
-class Test:
-    "What a test did when nothing was changed."
+class Trial:
+    "What mutants meet, and how long that takes without a change."
 
-    seconds: float = 0.0
-    passed: bool = True
-    entered: tuple = ()  # first lines of the module's functions that it ran
-
-
-class Observe:
-    "A pytest plugin: what each test does to the modules at these paths."
-
-    def __init__(self, paths, trace=True):  # {module: path}
-        self.trace = trace
-        self.names = {str(path): name for name, path in paths.items()}
-        self.tests = {name: {} for name in paths}
-
-    @pytest_hook(wrapper=True)
-    def pytest_runtest_protocol(self, item, nextitem):
-        entered = {name: set() for name in self.tests}
-
-        def see(frame, event, arg):
-            if name := self.names.get(frame.f_code.co_filename):
-                entered[name].add(frame.f_code.co_firstlineno)
-
-        begin = time.monotonic()
-        sys.settrace(see if self.trace else None)
-        try:
-            return (yield)
-        finally:
-            sys.settrace(None)
-            seconds = time.monotonic() - begin  # one for all: modules share their order
-            for name, tests in self.tests.items():
-                test = tests.setdefault(item.nodeid, Test())
-                test.seconds = seconds
-                test.entered = tuple(sorted(entered[name]))
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            for tests in self.tests.values():
-                tests.setdefault(report.nodeid, Test()).passed = False
-
-
-class Order:
-    """A pytest plugin: these tests, in this order. A test that takes half a minute more than
-    ten times its time ends the process (the first one imports what all need)."""
-
-    def __init__(self, tests):  # {node id: Test}
-        self.tests, self.failed = tests, None
-
-    @pytest_hook(trylast=True)
-    def pytest_collection_modifyitems(self, items):
-        found = {x.nodeid: x for x in items}
-        items[:] = [found[name] for name in self.tests if name in found]
-
-    @pytest_hook(wrapper=True)
-    def pytest_runtest_protocol(self, item, nextitem):
-        signal.setitimer(signal.ITIMER_REAL, 30 + 10 * self.tests[item.nodeid].seconds)
-        try:
-            return (yield)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.failed = self.failed or report.nodeid
-
-
-@dataclass
-class Tree:
-    "A copy of the repository, the package's sources, and what the tests of each module do."
-
-    root: Path
-    package: str
+    root: Path  # a copy of the tree
+    given: tuple = ()  # files of tests that were named instead of a module's own
 
     def __post_init__(self):
-        self.measured = ()  # modules whose tests were observed
-        self.suite = False  # whether all files of tests count
-        self.in_order = False  # whether tests run as they stand in their files
-        self.given = ()  # files of tests that were named instead of a module's own
-        self.observed = {}  # {file of tests: {node id: {module: Test}}}
-        self.chapters = {}  # {module: seconds of its chapter's cells}, where they pass
-        names = modules(self.root / self.package)
-        self.sources = {name: self.path(name).read_text(encoding="utf-8") for name in names}
-        self.functions = {name: functions(x) for name, x in self.sources.items()}
+        self.seconds = {}  # {command: seconds it took}
+        self.known = equivalent()
+        package = self.root / PACKAGE
+        names = modules(package)
+        self.sources = {x: (package / f"{x}.py").read_text(encoding="utf-8") for x in names}
 
-    def path(self, module):
-        return self.root / self.package / f"{module}.py"
+    def path(self, module, root):
+        return root / PACKAGE / f"{module}.py"
 
-    def files(self, module):
-        "The files of tests that are a module's own, or those that were named, from the root."
-        if self.given:
-            return list(self.given)
-        found = tests_of(module, self.root / "tests")
-        return [x.relative_to(self.root).as_posix() for x in found]
+    def commands(self, mutant):
+        "What a mutant meets, as words of commands."
+        path, source = self.path(mutant.module, self.root), self.sources[mutant.module]
+        tests = [self.root / x for x in self.given] or tests_of(
+            mutant.module, self.root / "tests"
+        )
+        files = (x.relative_to(self.root).as_posix() for x in tests)
+        yield "-m", "pytest", "-xq", "-p", "no:cacheprovider", *files
+        if not self.given:
+            notebook = home(path, source, mutant.line).relative_to(self.root)
+            tool = "scripts/tools/test_notebooks.py"
+            yield tool, "--n_workers", "0", "--path", notebook.as_posix()
 
-    def tests(self, module, near=frozenset()):
-        """{node id: Test} that a change of a module meets, in order: those of the suite that
-        enter one of the functions that begin on these lines, the fastest first, then the
-        others of its own files; without those that fail when nothing is changed."""
-        own, found = set(self.files(module)), []
-        for file, tests in self.observed.items():
-            for name, seen in tests.items():
-                test, is_own = seen[module], file in own
-                enters = bool(near & set(test.entered))
-                if test.passed and (enters or is_own):
-                    found.append((not enters, test.seconds, is_own, name, test))
-        spent, out = {True: 0.0, False: 0.0}, {}
-        if not self.in_order:
-            found.sort(key=lambda x: x[:2])
-        for far, seconds, is_own, name, test in found:
-            free = is_own and not (far and self.suite)
-            spent[far] += 0 if free else seconds
-            if free or spent[far] < NEAR:
-                out[name] = test
-        return out
+    def ended(self, command, root, seconds):
+        "(exit status, None if late; what was printed) of a command in a copy of the tree."
+        env = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        env |= {"PYTHONPATH": path, "MPLBACKEND": "agg"}
+        return ended((sys.executable, *command), seconds, cwd=root, env=os.environ | env)
 
-    def measure(self, modules, workers, suite=False, in_order=False):
-        """Run the files of tests of these modules (all files with `suite`) as they are, each
-        once, observed unless they stay in order. Says which tests fail; raises Failed if none
-        of a module passes."""
-        self.in_order = in_order
-        files = dict.fromkeys(file for name in modules for file in self.files(name))
-        for path in sorted((self.root / "tests").rglob("test_*.py")) if suite else ():
-            files[path.relative_to(self.root).as_posix()] = None
-        outs = {file: self.root / f"observed-{i}" for i, file in enumerate(files)}
-        jobs = ((file, self._watch(file, modules, out), 3600) for file, out in outs.items())
-        bad = []
-        for file, said, log in side_by_side(jobs, workers):
-            if said != 0 or not outs[file].is_file():
-                bad.append(f"{file} (cannot run: {log.strip()[-200:]!r})")
-                continue
-            self.observed[file] = {
-                name: {module: Test(*x) for module, x in seen.items()}
-                for name, seen in json.loads(outs[file].read_text()).items()
-            }
-            bad += [
-                name
-                for name, seen in self.observed[file].items()
-                if not all(x.passed for x in seen.values())
-            ]
-        if bad:
-            print(f"left out, since they fail without any change: {', '.join(bad)}", flush=True)
-        begun, out = {}, lambda x: begun.setdefault(x, time.monotonic())
-        chapters = ((x, lambda x=x: self._chapter(x), 300) for x in modules if out(x))
-        for name, said, log in side_by_side(() if self.given else chapters, workers):
-            if said == 0:
-                self.chapters[name] = time.monotonic() - begun[name]
-            else:
-                print(
-                    f"the chapter of {name} does not run here: {log.strip()[-200:]}", flush=True
-                )
-        self.measured, self.suite = tuple(modules), suite
-        for name in modules:
-            if not self.tests(name):
-                raise Failed(f"no test of {name} passes without any change")
+    def measure(self, command, root):
+        "Run a command without a change. Raises Failed if it does not pass."
+        begin = time.monotonic()
+        status, said = self.ended(command, root, 3600)
+        if status != 0:  # None: it takes an hour
+            raise Failed(f"{command[-1]} fails without any change:\n{said[-3000:]}")
+        self.seconds[command] = time.monotonic() - begin
 
-    def _chapter(self, module, source=None):
-        "Run the cells of a module's chapter, with this source of it."
-        path = self.path(module)
-        name = ".".join(path.relative_to(self.root).with_suffix("").parts)
-        importlib.import_module(name)
-        run_chapter(path, source or self.sources[module], name)
-        return 0
+    def became(self, mutant, command, root):
+        "What becomes of a mutant that is written there when it meets a command."
+        status, _ = self.ended(command, root, 20 + 3 * self.seconds[command])
+        module = ".".join((PACKAGE, *mutant.module.split("/")))
+        if status is None:
+            return "late"
+        # pytest's answer where something could not be imported
+        if status == 2 and self.ended(("-c", f"import {module}"), root, 60)[0]:
+            return "import"
+        if status:
+            return "elsewhere" if self.given else "killed"
+        return "survived"
 
-    def _watch(self, file, modules, out):
-        def run():
-            observe = Observe({name: self.path(name) for name in modules}, not self.in_order)
-            self._pytest([file], observe)
-            found = {}
-            for name, tests in observe.tests.items():
-                for k, x in tests.items():
-                    found.setdefault(k, {})[name] = x.seconds, x.passed, x.entered
-            out.write_text(json.dumps(found))
-            return 0
-
-        return run
-
-    def attempt(self, mutant, known, last=None):
-        """(What a child does: say the change, import the module with it and run its tests, up
-        to `last`; seconds after which it is late.)"""
-
-        def run():
-            path, source = self.path(mutant.module), self.sources[mutant.module]
-            new = mutated(mutant, source) if mutant.operator != CONTROL else source
-            try:
-                both = change(source, new, mutant.line)
-            except SyntaxError as error:  # `not x := y`
-                print(json.dumps(("", f"not Python: {error}")), flush=True)
-                return 3
-            print(json.dumps(both), flush=True)
-            if (mutant.module, *both) in known or (
-                new != source and ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))
-            ):
-                return 5  # the second: 1e38 + 1 is written `1e+38`
-            import_from(str(path), new)
-            try:
-                importlib.import_module(
-                    ".".join(path.relative_to(self.root).with_suffix("").parts)
-                )
-            except Exception as error:
-                print(f"not importable: {error!r}")
-                return 3
-            code = self._pytest(files, order := Order(tests), "-x")
-            print(f"\n{order.failed or ''}")
-            if not code and last is None and mutant.module in self.chapters:
-                self._chapter(mutant.module, new)
-            return 1 if code else 0
-
-        near = self.functions[mutant.module].get(mutant.line, set())
-        tests = self.tests(mutant.module, near)
-        if last is not None:
-            names = list(tests)
-            tests = {name: tests[name] for name in names[: names.index(last) + 1]}
-        files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
-        seconds = sum(x.seconds for x in tests.values()) + self.chapters.get(mutant.module, 0)
-        return run, 20 + 3 * seconds
-
-    def _pytest(self, files, plugin, *more):
-        import pytest
-
-        scratch = self.root / f"scratch-{os.getpid()}"
+    def tried(self, mutant, root):
+        "(outcome, the statement as it was, as it is) of a mutant."
+        source = self.sources[mutant.module]
+        new = mutated(mutant, source)
         try:
-            return pytest.main(
-                [
-                    *files,
-                    "-q",
-                    "-p",
-                    "no:cacheprovider",
-                    "-p",
-                    "no:randomly",
-                    f"--basetemp={scratch}",
-                    *more,
-                ],
-                plugins=[plugin],
-            )
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def import_from(path, source):
-    """Whoever imports the module at `path` gets this source, and Triton's interpreter, which
-    reads the lines of a kernel, too."""
-    linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
-    loader = importlib.machinery.SourceFileLoader
-    get_code = loader.get_code
-    loader.get_code = lambda self, name: (
-        compile(source, path, "exec") if self.path == path else get_code(self, name)
-    )
-
-
-def start(run, log):
-    """The id of a child in a process group of its own, which runs it and ends with what it
-    returns."""
-    child = os.fork()
-    if child:
-        return child
-    code = 4
-    try:
-        os.setsid()
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1), os.dup2(out, 2)
-        code = run()
-    except Exception:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def side_by_side(jobs, workers):
-    """Run jobs (key, function, seconds), at most so many at a time; yields (key, exit code or
-    None if late, log) as they end."""
-    jobs, running = iter(jobs), {}
-    with tempfile.TemporaryDirectory(prefix="turboquant-logs-") as folder:
-        try:
-            while True:
-                while len(running) < workers and (job := next(jobs, None)):
-                    log = Path(folder) / f"{time.monotonic_ns()}.log"
-                    running[start(job[1], log)] = job[0], time.monotonic() + job[2], log
-                if not running:
-                    return
-                time.sleep(0.02)
-                for child, (key, end, log) in list(running.items()):
-                    done, status = os.waitpid(child, os.WNOHANG)
-                    code = os.waitstatus_to_exitcode(status) if done else None
-                    if not done and time.monotonic() < end:
-                        continue
-                    _end_group(child, waited=bool(done))
-                    del running[child]
-                    yield (
-                        key,
-                        None if code == -signal.SIGALRM else code,
-                        log.read_text(errors="replace"),
-                    )
-        finally:
-            for child in running:
-                _end_group(child)
-
-
-def _end_group(child, waited=False):
-    "End a child and what it started."
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    if not waited:
-        os.waitpid(child, 0)
-
-
-def prepared(root, package):
-    "The tree, with the libraries imported and its package first on the path."
-    if not hasattr(os, "fork"):
-        raise Failed("mutants need a system that can fork")
-    os.environ |= {
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(root),
-    }
-    sys.dont_write_bytecode = False  # the copy is thrown away, and its tests are compiled once
-    sys.path.insert(0, str(root))
-    os.chdir(root)
-    for name in PRELOAD:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            pass  # tests that need it skip or say so
-    if loaded := [x for x in sys.modules if x.split(".")[0] == package]:
-        raise Failed(f"{loaded[0]} was imported before any mutant")
-    return Tree(root, package)
+            was, now = change(source, new, mutant.line)
+        except SyntaxError as error:  # `not x := y`
+            return "import", "", f"not Python: {error}"
+        # the second: 1e38 + 1 is written `1e+38`
+        same = ast.dump(ast.parse(new)) == ast.dump(ast.parse(source))
+        if same or (mutant.module, was, now) in self.known:
+            return "equivalent", was, now
+        path = self.path(mutant.module, root)
+        with written(path, source, new, home(path, source, mutant.line)):
+            met = (self.became(mutant, x, root) for x in self.commands(mutant))
+            return next((x for x in met if x != "survived"), "survived"), was, now
 
 
 def interval(k, n):
@@ -706,255 +385,100 @@ def interval(k, n):
     return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
 
 
-@dataclass(frozen=True)
-class Tried:
-    "A mutant and what became of it."
-
-    mutant: Mutant
-    outcome: str  # survived, killed, late, import (not importable) or equivalent
-    was: str
-    now: str
-    log: str = ""
-
-
-class _Jobs:
-    "Mutants while there is time, and before the next of them the controls that are due."
-
-    def __init__(self, tree, chosen, seconds):
-        self.tree, self.known, self.due = tree, equivalent(), []
-        end = time.monotonic() + seconds
-        self.chosen = takewhile(lambda _: time.monotonic() < end, chosen)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        mutant, last = self.due.pop() if self.due else (next(self.chosen), None)
-        return (mutant, last), *self.tree.attempt(mutant, self.known, last)
-
-
-def try_out(tree, chosen, seconds, workers=1):
-    """Try mutants until the time is over; yields what became of each, in the order in which
-    they end. The tests that a killed one met, up to the one that failed, run again without the
-    change; raises Failed if one fails then, which it does in this order alone."""
-    names = {0: "survived", 3: "import", 5: "equivalent", None: "late"}
-    jobs = _Jobs(tree, chosen, seconds)
-    for (mutant, last), code, log in side_by_side(jobs, workers):
-        said, _, log = log.partition("\n")
-        if mutant.operator == CONTROL:
-            if code != 0:
-                raise Failed(
-                    f"tests of {mutant.module} up to {last} fail in another order, without any "
-                    f"change:\n{log[-3000:]}"
-                )
-            continue
-        failed = log.removesuffix("\n").rpartition("\n")[2]  # "" if no test was met
-        if code == 1 and failed and not tree.in_order:  # as they stand they passed before
-            jobs.due.append((Mutant(mutant.module, CONTROL, 0, mutant.line), failed))
-        yield Tried(mutant, names.get(code, "killed"), *json.loads(said), log)
-
-
-def report(found):
-    "Lines of the result, and the score of those that count: (lines, killed, counted)."
-    table, lines = {}, []
-    for x in found:
-        table.setdefault(x.mutant.module, Counter())[x.outcome] += 1
-    killed = lambda c: c["killed"] + c["late"]
-    for module, c in sorted(table.items()):
-        lines.append(
-            f"{module:22} {killed(c):4} of {killed(c) + c['survived']:4} killed, "
-            f"{c['equivalent']} equivalent, {c['import']} not importable"
-        )
-    total = sum(table.values(), Counter())
-    k, n = killed(total), killed(total) + total["survived"]
-    if n:
-        low, high = interval(k, n)
-        lines.append(
-            f"score {k / n:.1%} of {n} mutants (95 % interval {low:.1%} to {high:.1%}), "
-            f"{total['equivalent']} equivalent, {total['import']} not importable"
-        )
-    return lines, k, n
-
-
-def survivors(path, tree):
-    "The mutants that survived in a file of `--out`, found again by what they change."
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    wanted = Counter(
-        (x["module"], x["operator"], x["was"], x["now"])
-        for x in rows
-        if x["outcome"] == "survived"
+def score(outcomes) -> str:
+    "How many of those that count were killed."
+    became = Counter(outcomes)
+    killed = became["killed"] + became["late"] + became["elsewhere"]
+    n = killed + became["survived"]
+    if not n:
+        return "no mutant was tried"
+    low, high = interval(killed, n)
+    return (
+        f"score {killed / n:.1%} of {n} mutants (95 % interval {low:.1%} to {high:.1%}), "
+        f"{became['equivalent']} equivalent, {became['import']} not importable"
     )
-    wanted_at = {x[:3] for x in wanted}
-    for name in sorted({x[0] for x in wanted}):
-        source = tree.sources[name]
-        held = {  # the innermost statement of a line comes last
-            line: head(x)
-            for x in ast.walk(ast.parse(source))
-            if isinstance(x, ast.stmt | ast.ExceptHandler)
-            for line in range(x.lineno, x.end_lineno + 1)
-        }
-        for mutant in mutants(name, source):
-            if (name, mutant.operator, held.get(mutant.line)) not in wanted_at:
-                continue  # making the change takes longer than all the rest
-            key = (name, mutant.operator, *change(source, mutated(mutant, source), mutant.line))
-            if wanted[key]:
-                wanted[key] -= 1
-                yield mutant
-    if gone := +wanted:
-        print(
-            f"{sum(gone.values())} survivors of {path} change code that is not there any more",
-            flush=True,
-        )
 
 
-def run(args):
-    "Copy the tree, draw mutants, try them, and print; returns the last line. Raises Failed."
-    out, again = (x and Path(x).resolve() for x in (args.out, args.retry))
-    with tempfile.TemporaryDirectory(prefix="turboquant-mutants-") as folder:
-        copy_tree(Path(folder))
-        tree = prepared(Path(folder), "turboquant_nb")
-        tree.given = args.tests or ()
-        if lost := [x for x in tree.given if not (tree.root / x).is_file()]:
-            raise Failed(f"--tests must name files of tests from the root, got {lost[0]}")
-        if again:
-            pool = list(survivors(again, tree))
-        else:
-            chosen = named(args.module, tree.sources)
-            pool = [m for name in chosen for m in mutants(name, tree.sources[name])]
-        if not args.all:
-            random.Random(args.seed).shuffle(pool)
-        begin = time.monotonic()
-        tree.measure(
-            sorted({m.module for m in pool[: args.most]}, key=list(tree.sources).index),
-            args.workers,
-            args.suite,
-            args.in_order,
+def pool_of(args, sources):
+    "The mutants of the modules that were asked for, in the order in which they are drawn."
+    names = {x: {x, x.rpartition("/")[2]} for x in sources}
+    chosen = [x for x in sources if x not in LEFT_OUT and not args.module]
+    chosen += [x for x in sources if names[x] & {*args.module}]
+    if not chosen:
+        raise Failed(
+            f"--module must be among {', '.join(sources)}, got {', '.join(args.module)}"
         )
-        print(
-            f"{len(tree.observed)} files of tests observed in {time.monotonic() - begin:.0f} s",
-            flush=True,
-        )
-        found = []
-        for x in try_out(tree, pool[: args.most], args.seconds, args.workers):
-            found.append(x)
+    pool = [m for name in chosen for m in mutants(name, sources[name])]
+    random.Random(args.seed).shuffle(pool)
+    return pool[: args.most]
+
+
+def run(args, folder):
+    "Draw mutants, try them in copies of the tree, print and keep what became of each."
+    roots = queue.SimpleQueue()
+    for i in range(args.workers):
+        copy_tree(folder / str(i))
+        roots.put(folder / str(i))
+    trial = Trial(folder / "0", tuple(args.tests))
+    end, out = time.monotonic() + args.seconds, args.out and Path(args.out)
+    lines = out.read_text(encoding="utf-8").splitlines() if out and out.exists() else []
+    place = lambda x: (x["module"], x["operator"], x["occurrence"])
+    known = {place(x): x["outcome"] for x in map(json.loads, lines)}
+    pool = [
+        m
+        for m in pool_of(args, trial.sources)
+        if known.get(place(asdict(m)), "survived") == "survived"
+    ]
+
+    def within(work, what):
+        root = roots.get()
+        try:
+            return work(what, root)
+        finally:
+            roots.put(root)
+
+    def tried(mutant):
+        if time.monotonic() < end:
+            return mutant, *within(trial.tried, mutant)
+        return mutant, None, "", ""
+
+    outcomes = []
+    with ThreadPoolExecutor(args.workers) as threads:
+        commands = dict.fromkeys(x for mutant in pool for x in trial.commands(mutant))
+        for _ in threads.map(lambda x: within(trial.measure, x), commands):
+            pass
+        for mutant, outcome, was, now in threads.map(tried, pool):
+            if outcome is None:
+                continue
+            outcomes.append(outcome)
+            row = asdict(mutant) | {"outcome": outcome, "was": was, "now": now}
             if out:
                 with out.open("a", encoding="utf-8") as f:
-                    f.write(
-                        json.dumps(
-                            asdict(x.mutant)
-                            | {
-                                "outcome": x.outcome,
-                                "was": x.was,
-                                "now": x.now,
-                                "seconds": round(time.monotonic() - begin),
-                            }
-                        )
-                        + "\n"
-                    )
-            if x.outcome == "survived":
-                print(
-                    f"survived {x.mutant.module}.py:{x.mutant.line} ({x.mutant.operator})\n    "
-                    f"- {x.was}\n    + {x.now}",
-                    flush=True,
-                )
-        lines, *_ = report(found)
-        print("\n".join(lines) or "no mutant was tried")
-        os.chdir("/")
-        return (
-            f"{lines[-1]}; {len(found)} of {len(pool)} tried, seed {args.seed}"
-            if lines
-            else "no mutant was tried"
-        )
-
-
-def named(wanted, known):
-    "The modules that were asked for, by wing/name or the name alone; all where none was."
-    found = [x for x in known if not wanted or {x, x.rpartition("/")[2]} & {*wanted}]
-    if not found:
-        raise Failed(f"--module must be among {', '.join(known)}, got {', '.join(wanted)}")
-    return found
+                    f.write(json.dumps(row) + "\n")
+            if outcome == "survived":
+                where = f"{mutant.module}.py:{mutant.line} ({mutant.operator})"
+                print(f"survived {where}\n    - {was}\n    + {now}", flush=True)
+    print(f"{score(outcomes)}; {len(outcomes)} of {len(pool)} tried, seed {args.seed}")
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=600,
-        metavar="S",
-        help="begin no further mutant after so many (default: 600)",
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--most", type=int, metavar="N", help="try at most so many")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="mutants tried at the same time (default: 1)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the order in which mutants are drawn"
-    )
-    parser.add_argument(
-        "--module", action="append", metavar="NAME", help="only this module (may be repeated)"
-    )
-    parser.add_argument(
-        "--suite",
-        action="store_true",
-        help="a mutant meets the tests of all files that enter its function",
-    )
-    parser.add_argument(
-        "--in-order",
-        action="store_true",
-        help="run a module's own tests as they stand, unobserved: for files that take minutes",
-    )
-    parser.add_argument(
-        "--tests",
-        nargs="+",
-        metavar="FILE",
-        help="these files alone instead of a module's own: what they miss counts as missed",
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="in the order of the file instead of drawn"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="append a line of JSON for each mutant that was tried"
-    )
-    parser.add_argument(
-        "--retry", metavar="FILE", help="only those that survived in a file of --out"
-    )
-    parser.add_argument(
-        "--list", action="store_true", help="count the mutants of each module and stop"
-    )
-    parser.add_argument(
-        "--prune",
-        action="store_true",
-        help=f"drop from {EQUIVALENT.name} what no module says any more, and stop",
-    )
-    args = parser.parse_args(argv)
-    if args.suite and args.in_order:
-        parser.error("--suite needs to observe what tests enter; --in-order does not")
+    p.add_argument("--seconds", type=float, default=600, help="begin no further mutant after")
+    p.add_argument("--most", type=int, default=60, help="mutants that are drawn")
+    p.add_argument("--workers", type=int, default=1, help="mutants at the same time")
+    p.add_argument("--seed", type=int, default=0, help="with which mutants are drawn")
+    p.add_argument("--module", nargs="+", default=(), help="of these modules alone")
+    p.add_argument("--tests", nargs="+", default=(), help="instead of a module's own files")
+    p.add_argument("--out", metavar="FILE", help="append a line of JSON for each")
+    args = p.parse_args(argv)
     try:
-        if args.list or args.prune:
-            root = SCRIPTS.parents[1]
-            sources = {
-                name: (root / "turboquant_nb" / f"{name}.py").read_text(encoding="utf-8")
-                for name in modules(root / "turboquant_nb")
-            }
-            if args.prune:
-                print(f"{prune(sources)} changes are not listed any more")
-                return 0
-            for name in named(args.module, sources):
-                files = " ".join(x.stem for x in tests_of(name, root / "tests"))
-                count = sum(1 for _ in mutants(name, sources[name]))
-                print(f"{name:22} {count:5}   tests: {files}")
-            return 0
-        print(run(args))
+        with tempfile.TemporaryDirectory(prefix="turboquant-mutants-") as folder:
+            run(args, Path(folder))
     except Failed as error:
-        print(f"mutants: {error}", file=sys.stderr)
-        return 1
-    return 0
+        sys.exit(f"mutants: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

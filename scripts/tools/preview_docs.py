@@ -3,7 +3,6 @@
 
     scripts/tools/preview_docs.py                    write _site/ (open _site/index.html)
     scripts/tools/preview_docs.py --check            write to a temporary folder, only report
-    scripts/tools/preview_docs.py --screenshots DIR  also photograph every page (chromium)
     scripts/tools/preview_docs.py --glossary         write nbs/glossary.js again, after the
                                                      glossary of book.ipynb changed
     scripts/tools/preview_docs.py --only guide.ipynb --only 05_rotation.ipynb
@@ -14,7 +13,7 @@ nbdev prepares the notebooks exactly as it does for Quarto (exported cells becom
 names become links); pandoc, from the pypandoc_binary wheel, turns each into a page. Around it
 stands what Quarto 1.7.34 writes: its themes, its bar with the search and the dark switch, its
 scripts, and KaTeX (scripts/tools/shell; npm brings bootstrap, sass and the search). Without npm
-a plain layout with MathML takes its place, which does not show a defect of Quarto's own parts.
+a plain layout takes its place, which does not show a defect of Quarto's own parts.
 Then every page is checked: links and anchors resolve, formulas convert, cited figures exist,
 equations are numbered by chapter and cited by a number that there is, no section is empty, no
 directive or fence leaks into the text, pictures stay small, every public name has a section
@@ -333,10 +332,10 @@ def stringify(node):
 
 
 class Shape:
-    """Walks pandoc's tree: numbers figures and tables, resolves @citations of them, sets
-    equations beside their number where KaTeX does not, rewrites notebook links."""
+    """Walks pandoc's tree: numbers figures and tables, resolves @citations of them, rewrites
+    notebook links."""
 
-    def __init__(self, page, pages, own_site, problems, mathml=True):
+    def __init__(self, page, pages, own_site, problems):
         self.page, self.pages, self.own_site, self.problems, self.numbers = (
             page,
             pages,
@@ -344,7 +343,6 @@ class Shape:
             problems,
             {},
         )
-        self.mathml = mathml
         self.counts = dict.fromkeys(KINDS, 0)
 
     def number(self, label):
@@ -367,8 +365,6 @@ class Shape:
     def first(self, node):
         "First walk: number what carries a label."
         if isinstance(node, list):
-            if self.mathml:
-                node[:] = self.equations(node)
             for item in node:
                 self.first(item)
         elif isinstance(node, dict):
@@ -400,27 +396,6 @@ class Shape:
                     f"the section '{stringify(block['c'][2])}' is empty (show its code with "
                     "`#| exports` or add prose)",
                 )
-
-    def equations(self, inlines):
-        """`$$ … \\tag{13.2}$$` becomes a numbered block: pandoc's MathML does not know \\tag,
-        which KaTeX (the real site), GitHub, nbviewer and Jupyter do."""
-        out = []
-        for item in inlines:
-            is_display = (
-                isinstance(item, dict)
-                and item.get("t") == "Math"
-                and item["c"][0]["t"] == "DisplayMath"
-            )
-            tag = re.search(r"\s*\\tag\{([^{}]*)\}\s*$", item["c"][1]) if is_display else None
-            if tag:
-                item["c"][1] = item["c"][1][: tag.start()]
-                number = {
-                    "t": "Span",
-                    "c": [["", ["number"], []], [{"t": "Str", "c": f"({tag[1]})"}]],
-                }
-                item = {"t": "Span", "c": [[f"eq-{tag[1]}", ["equation"], []], [item, number]]}
-            out.append(item)
-        return out
 
     def second(self, node):
         "Second walk: citations and links."
@@ -616,15 +591,14 @@ KATEX_HEAD = """<script src="{{up}}katex/katex.min.js"></script>
 
 def page_text(shell, values, body):
     "A page: Quarto's, or a plain one, with values in place of their names in double braces."
-    text = PLAIN.read_text(encoding="utf-8")
+    text = (SHELL / "page.html" if shell else PLAIN).read_text(encoding="utf-8")
     if shell:
-        text = (SHELL / "page.html").read_text(encoding="utf-8")
         before = (shell / "before-body.html").read_text(encoding="utf-8")
         toc = values["toc"].replace("<a href", '<a class="nav-link" href')
-        values = {"math": KATEX_HEAD, "before": before} | values | {"toc": toc}
+        values |= {"before": before, "toc": toc}
         for pattern, replacement in QUARTO:
             body = re.sub(pattern, replacement, body, flags=re.S)
-    for key, value in values.items():
+    for key, value in ({"math": KATEX_HEAD} | values).items():
         text = text.replace(f"{{{{{key}}}}}", value)
     return text.replace("{{body}}", body)  # which may have braces of its own
 
@@ -639,19 +613,18 @@ def render(name, processed, site, navigation, pages, cfg, shell, problems):
         pandoc(["-f", PANDOC_FORMAT, "-t", "json"], markdown, page, problems)
         or '{"blocks": []}'
     )
-    shape = Shape(page, pages, site_address(cfg), problems, mathml=shell is None)
+    shape = Shape(page, pages, site_address(cfg), problems)
     shape.empty_sections(tree["blocks"])
     shape.first(tree["blocks"])
     shape.second(tree["blocks"])
     template = site / f".template-{page.replace('/', '-')}"
     template.write_text(PANDOC_TEMPLATE, encoding="utf-8")
-    math = "--mathml" if shell is None else "--katex"
     args = [
         "-f",
         "json",
         "-t",
         "html5",
-        math,
+        "--katex",
         "--standalone",
         "--section-divs",
         "--toc",
@@ -663,7 +636,7 @@ def render(name, processed, site, navigation, pages, cfg, shell, problems):
     parts = pandoc(args, json.dumps(tree), page, problems).split("<!--split-->")
     template.unlink()
     toc, highlight, body = parts if len(parts) == 3 else ("", "", "".join(parts))
-    args = ["-f", "markdown", "-t", "html5", math, "--fail-if-warnings"]
+    args = ["-f", "markdown", "-t", "html5", "--katex", "--fail-if-warnings"]
     inline = pandoc(args, str(front.get("description", "")), page, problems)
     crumbs = crumbs_html(sections, page)
     values = {
@@ -1038,27 +1011,6 @@ def check_access(site, problems, pages=None, seconds=2400):
 # ---------------------------------------------------------------- main
 
 
-def screenshots(site, target):
-    "Photograph every page with headless Chromium."
-    if not browser():
-        sys.exit("--screenshots needs chromium on the PATH (Debian: apt-get install chromium)")
-    target.mkdir(parents=True, exist_ok=True)
-    for page in pages_of(site):
-        file, picture = site / page, target / page.replace("/", "-").replace(".html", ".png")
-        height = 1500 + file.stat().st_size // 9
-        args = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--window-size=1360,{min(height, 16000)}",
-            f"--screenshot={picture}",
-            file.as_uri(),
-        ]
-        subprocess.run([browser(), *args], check=True, capture_output=True)
-        print(f"  {picture}")
-
-
 def glossary(tree):
     """nbs/glossary.js, made from the glossary of book.ipynb: words and their meaning, for
     site.js. Words in italics are left out."""
@@ -1158,9 +1110,6 @@ def main(argv=None):
     parser.add_argument(
         "--only", action="append", metavar="NOTEBOOK", help="this notebook alone, from nbs/"
     )
-    parser.add_argument(
-        "--screenshots", type=Path, metavar="DIR", help="also photograph every page"
-    )
     args = parser.parse_args(argv)
     if args.glossary:
         (ROOT / "nbs" / "glossary.js").write_text(glossary(ROOT), encoding="utf-8")
@@ -1179,8 +1128,6 @@ def main(argv=None):
         if not args.check:
             shutil.rmtree(args.out, ignore_errors=True)
             shutil.copytree(site, args.out)
-        if args.screenshots:
-            screenshots(site, args.screenshots)
     for line in problems:
         print(f"  {line}")
     print("words of prose: " + ", ".join(f"{k} {n:,}" for k, n in words.items()))

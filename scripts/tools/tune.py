@@ -23,12 +23,9 @@ import torch
 
 from turboquant_nb import results
 from turboquant_nb.kernels import decode_mma, encode as launcher, launch
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.store import KVStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
-from cases import Shape, frame, frequencies, states
+from cases import Shape, filled, states
 from timing import kernel_times, replayed
 
 FORMS = [
@@ -60,14 +57,7 @@ def setting(form, case):
     "Queries and a store of one form."
     (d, rows, bits, mean), (batch, heads, tokens) = form, case
     q, k, v = states(Shape(batch, heads, rows, d, tokens))
-    inv_freq = frequencies(d) if mean else None
-    recipe = Recipe(key=Spec(bits, center="pre_rope" if mean else "fixed"), value=Spec(bits))
-    more = dict(max_length=tokens, inv_freq=inv_freq, frame=frame(heads, d))
-    store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, **more)
-    step = max(256, 2**24 // (batch * heads * d))
-    for i in range(0, tokens, step):
-        store.append(k[:, :, i : i + step], v[:, :, i : i + step])
-    return q, store
+    return q, filled(k, v, bits, bits, "pre_rope" if mean else "fixed")
 
 
 def compile_one(task):

@@ -5,8 +5,6 @@ numpy."""
 import ast
 import importlib
 import itertools
-import os
-import platform
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -97,37 +95,6 @@ def test_what_a_machine_lacks_is_said(name, measured, monkeypatch):
         measured(name, *["--older", "x"] * (name == "beside"))
 
 
-def test_packages_of_others_are_measured_apart(measured, tmp_path, monkeypatch):
-    """A package that hands exact states back changes nothing. What a process of its own would
-    do is done here."""
-    package = tmp_path / "wheels" / "turboquant" / "turboquant"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "import transformers\n"
-        "class TurboQuantCache(transformers.DynamicCache):\n"
-        "    def __init__(self, bits):\n"
-        "        super().__init__()\n"
-    )
-
-    class Here:
-        def __init__(self, argv, env):
-            monkeypatch.syspath_prepend(env["PYTHONPATH"].split(os.pathsep)[0])
-            run.main(argv[2:])
-
-        wait = lambda self: 0
-
-    platform.processor()  # asks a process of its own, once
-    monkeypatch.setattr(subprocess, "Popen", Here)
-    words = "--layers 2 --windows 2 --length 112 --prompt 106 --protocols decode --only "
-    words += "turboquant==0.2.0"
-    with pytest.raises(SystemExit) as done:
-        measured("peers", *words.split(), "--packages", str(package.parents[1]), "--draft")
-    assert not done.value.code
-    found = results.load(tmp_path / "out-turboquant.json", draft=True)
-    assert [r["cache"] for r in found["rows"]] == [f"turboquant, {b} bits" for b in (4, 3, 2)]
-    assert all(abs(r["percent"]) < 1 and r["package"] for r in found["rows"])
-
-
 @pytest.fixture
 def without_gpu(monkeypatch):
     "Import a bench whose clocks take one call and say one second; kernels are interpreted."
@@ -149,16 +116,21 @@ def without_gpu(monkeypatch):
     return load
 
 
-def test_coding_is_timed_and_compared(without_gpu):
-    bench = without_gpu("encode_kernel")
-    case = bench.Bulk(16, tokens=70, batch=1, heads=2)
-    assert bench.bulk_case(case)["p50"] == 1 and set(bench.torch_path(case)) == {
-        "copy_us",
-        "torch_us",
-    }
-    recipe = bench.Recipe(bench.Spec(bits=3, center="fixed"), bench.Spec(bits=4))
-    assert bench.compare(recipe, (70, 1), 16, torch.float32)[1] == 0
-    assert {f for f, *_ in bench.to_compile(True)} == {bench.small, bench.short}
+def test_appends_are_timed(without_gpu, monkeypatch):
+    bench, appended = without_gpu("beside"), []
+    case = bench.Append(1, 2, 16, 3, "pre_rope")
+    monkeypatch.setattr(bench, "APPENDS", [case])
+
+    def clock(append, stores=(), *a, **how):
+        append()
+        appended.append([store.length for store in stores])
+        return [1.0] * 30
+
+    monkeypatch.setattr(bench, "append_times", clock)
+    monkeypatch.setattr(bench, "host_times", lambda append, *a: clock(append))
+    (row,) = bench.append()
+    assert row == dict(what="append", case="1 x 3, pre_rope", us=1, host_us=1)
+    assert appended == [[70 + 2 * case.tokens], []]
 
 
 def test_attention_is_timed_by_method(without_gpu, monkeypatch):
@@ -173,6 +145,20 @@ def test_attention_is_timed_by_method(without_gpu, monkeypatch):
     assert [r["drafted"] for r in drafts] == [1, 1, 2, 2]
     chunks = list(bench.measure_chunks(bench.Shape(1, 1, 2, 16, 64), 32, 1, 20))
     assert [r["method"] for r in chunks] == ["prompt at once"] + ["prompt in chunks"] * 2
+
+
+@torch.no_grad()
+def test_a_filled_cache_is_that_of_a_prompt(without_gpu, monkeypatch):
+    bench = without_gpu("generate")
+    model = bench.make_model(bench.TINY, torch.float32)
+    prompt = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    worst = bench.filling(model, prompt)
+    assert len(worst) == 4 and max(worst.values()) < 1e-4
+    put = bench.put
+    monkeypatch.setattr(
+        bench, "put", lambda cache, kind, i, at, k, v: put(cache, kind, i, at, k, 2 * v)
+    )
+    assert min(bench.filling(model, prompt).values()) > 1e-4
 
 
 def test_passes_with_drafts_are_timed_behind_the_prompt(without_gpu, monkeypatch):

@@ -3,6 +3,8 @@ that takes no lines of other code."""
 
 import itertools
 import json
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import turboquant_nb
 
 pytest.importorskip("run")
 pytest.importorskip("triton")
+import processes
 from eval import mutation
 
 
@@ -77,11 +80,8 @@ def test_a_row_for_each_package(monkeypatch, tmp_path):
     monkeypatch.setattr(mutation.mutants, "equivalent", lambda: listed)
     assert [x["outcome"] for x in mutation.lines(paths)].count("equivalent") == 2
     monkeypatch.setattr(mutation.mutants, "equivalent", dict)
-    again = [LINES[2] | {"outcome": "killed"}, LINES[0] | {"outcome": "survived"}]
     paths.append(tmp_path / "again")
-    paths[-1].write_text("".join(f"{json.dumps(x)}\n" for x in again))
-    found = [x["outcome"] for x in mutation.lines(paths)]
-    assert found == ["killed", "late", "elsewhere", "equivalent", "import", "killed"]
+    paths[-1].write_text(json.dumps(LINES[2] | {"outcome": "elsewhere"}))
     (_, theory) = mutation.rows(mutation.lines(paths), SOURCES)
     assert (theory["killed"], theory["elsewhere"], theory["survived"]) == (2, 1, 0)
 
@@ -97,36 +97,102 @@ def test_the_head_of_a_result(monkeypatch, tmp_path):
     assert "Gluon" in found.more["left_out"]["kernels/decode_mma"]
 
 
-def test_a_change_that_is_no_python_counts_as_not_importable(tmp_path, monkeypatch, capsys):
-    "`not` before a walrus: the run went no further."
-    tool, source = mutation.mutants, "if x := 1:\n    pass\n"
-    (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "a.py").write_text(source)
-    tree, mutant = tool.Tree(tmp_path, "p"), tool.Mutant("a", "AddNot", 0, 1)
-    tree.tests = lambda *_: {}
-    monkeypatch.setattr(tool, "mutated", lambda *_: source.replace("if", "if not"))
-    run, _ = tree.attempt(mutant, {})
-    assert run() == 3 and "not Python" in json.loads(capsys.readouterr().out)[1]
+SOURCE = """# %% auto 0
+__all__ = ["f"]
+
+# %% ../a.ipynb #one
+def f():
+    return 1
+
+# %% ../a.ipynb #two
+def g():
+    return 1
+"""
+NEW = SOURCE.replace("return 1", "return 2", 1)
 
 
-def test_what_passes_the_tests_meets_the_cells_of_its_chapter(tmp_path, capsys):
-    tool, source = mutation.mutants, "# %% ../a.ipynb #one\ndef f():\n    return 1\n"
-    held = {"one": "def f():\n    return 1", "two": "assert f() == 1", "three": "#| gpu\n?"}
-    cells = [dict(id=k, cell_type="code", source=x) for k, x in held.items()]
+@pytest.fixture
+def trial(tmp_path, monkeypatch):
+    "A tree with a module of two cells, a change of the first, and what its commands end with."
+    tool = mutation.mutants
+    cells = {"one": "#| export\ndef f():\n    return 1", "three": "assert f() == 1"}
+    cells = [dict(id=k, cell_type="code", source=x) for k, x in cells.items()]
+    (tmp_path / "tests" / "ground").mkdir(parents=True)
+    (tmp_path / "tests" / "ground" / "test_a.py").touch()
+    (tmp_path / tool.PACKAGE).mkdir()
+    (tmp_path / tool.PACKAGE / "a.py").write_text(SOURCE)
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
-    (tmp_path / "p").mkdir()
-    path, other = tmp_path / "p" / "a.py", source.replace("return 1", "return 2")
-    jobs = [(x, lambda x=x: tool.run_chapter(path, x, "p.a") or 0, 60) for x in (source, other)]
-    with capsys.disabled():  # what a child says is in its log
-        (_, kept, log), (_, code, said) = tool.side_by_side(jobs, 1)
-    assert kept == 0, log
-    assert code == 4 and "assert f() == 1" in said
+    monkeypatch.setattr(tool, "mutated", lambda mutant, source: NEW)
+    found = tool.Trial(tmp_path)
+    found.mutant, found.met = tool.Mutant("a", "o", 0, 6), []
+    found.seconds = dict.fromkeys(found.commands(found.mutant), 1.0)
+
+    def ends(*statuses):
+        left = iter(statuses)
+
+        def ended(command, root, seconds):
+            found.met.append((command, seconds))
+            assert (root / tool.PACKAGE / "a.py").read_text() == NEW
+            assert (
+                "return 2" in json.loads((root / "a.ipynb").read_text())["cells"][0]["source"]
+            )
+            return next(left), ""
+
+        found.ended = ended
+        return found.tried(found.mutant, tmp_path)[0]
+
+    yield found, ends
+    assert (tmp_path / tool.PACKAGE / "a.py").read_text() == SOURCE
+    assert json.loads((tmp_path / "a.ipynb").read_text()) == {"cells": cells}
 
 
-def test_a_mutant_that_stops_the_collection_has_no_test_to_run_again(capsys):
-    tool, mutant = mutation.mutants, mutation.mutants.Mutant("a", "o", 0, 1)
-    log = '["x", "y"]\n1 error in 0.1s\n\n'
-    tried = [lambda: print(log, end="") or 1]  # a second run is none
-    tree = SimpleNamespace(in_order=False, attempt=lambda *_: (tried.pop(), 9))
-    with capsys.disabled():
-        assert [x.outcome for x in tool.try_out(tree, [mutant], 9)] == ["killed"]
+@pytest.mark.parametrize(
+    "statuses, outcome",
+    [
+        ((0, 0), "survived"),
+        ((1,), "killed"),
+        ((0, 1), "killed"),  # by the notebook
+        ((None,), "late"),
+        ((2, 1), "import"),  # tests are not collected, and the module is not imported
+        ((2, 0), "killed"),  # a test calls the function while it is collected
+    ],
+)
+def test_what_becomes_of_a_change(trial, statuses, outcome):
+    found, ends = trial
+    assert ends(*statuses) == outcome and len(found.met) == len(statuses)
+    tests, seconds = found.met[0]
+    assert tests[-2:] == ("tests/ground/test_a.py", "tests/tools/test_promises.py")
+    assert seconds == 23
+
+
+def test_what_other_files_of_tests_notice_is_counted_apart(trial):
+    found, ends = trial
+    found.given = ("tests/other.py",)
+    (command,) = found.commands(found.mutant)
+    assert command[-1] == "tests/other.py"
+    found.seconds[command] = 1.0
+    assert ends(1) == "elsewhere" and found.met == [(command, 23)]
+
+
+def test_a_change_that_nobody_can_see_meets_no_test(trial, monkeypatch):
+    found, ends = trial
+    found.known = {("a", "return 1", "return 2"): "nobody asks"}
+    assert ends() == "equivalent" and not found.met
+    broken = SOURCE.replace("return 1", "return not", 1)
+    monkeypatch.setattr(mutation.mutants, "mutated", lambda *_: broken)
+    assert ends() == "import" and not found.met
+
+
+def test_tests_that_fail_without_a_change_stop_the_run(trial, tmp_path):
+    found, _ = trial
+    found.ended = lambda command, root, seconds: (1, "1 failed")
+    with pytest.raises(mutation.mutants.Failed, match="without any change:\n1 failed"):
+        found.measure(("-m", "pytest"), tmp_path)
+
+
+def test_a_command_and_what_it_started_end_in_time():
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    begin = time.monotonic()
+    assert processes.ended([sys.executable, "-c", code], 1)[0] is None
+    assert time.monotonic() - begin < 20
+    assert processes.ended([sys.executable, "-c", "print(1); exit(3)"], 60) == (3, "1\n")
