@@ -216,17 +216,11 @@ def read_fasta(
 def _residues(line: str, where: str, column: int, name: str, before: str) -> str:
     """A line of a sequence, upper case. Raises ValueError for what is no letter; a stop `*` may
     only end the sequence."""
-    bad = (
-        re.search(r"[^A-Za-z*]|\*(?=[^*])", line)
-        if not before.endswith("*")
-        else re.match(".", line)
-    )
+    wrong = "." if before.endswith("*") else r"[^A-Za-z*]|\*(?=[^*])"
+    bad = re.search(wrong, line)
     if bad is None:
         return line.upper()
-    why = {
-        "-": "; take the gaps out of an alignment",
-        ".": "; take the gaps out of an alignment",
-    }.get(bad[0], "")
+    why = "; take the gaps out of an alignment" if bad[0] in "-." else ""
     why = "; a stop ends a sequence" if "*" in (bad[0], before[-1:]) else why
     raise ValueError(
         f"{where} {column + bad.start()}: expected a letter for each residue of {name!r}, got "
@@ -272,40 +266,49 @@ def _from_fair(state: dict) -> tuple:  # (config, state dict of EsmForMaskedLM)
     return config, {n: t for n, t in new.items() if not n.endswith("rot_emb.inv_freq")}
 
 # %% ../../nbs/reference/esm_checkpoints.ipynb #9d645182
-def _load_fair(path, regression):
-    """EsmForMaskedLM from a checkpoint of fair-esm and, where there is one, its contact
+def _load_fair(path):
+    """EsmForMaskedLM from a checkpoint of fair-esm and, where it lies beside it, its contact
     regression."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         state = torch.load(path, map_location="cpu", weights_only=True)
     config, state = _from_fair(state.get("model", state))
     beside = Path(path).with_name(f"{Path(path).stem}-contact-regression.pt")
-    regression = regression or (beside if beside.exists() else None)
-    if regression:
-        extra = torch.load(regression, map_location="cpu", weights_only=True)
+    if beside.exists():
+        extra = torch.load(beside, map_location="cpu", weights_only=True)
         state |= {f"esm.{n}": t for n, t in extra.get("model", extra).items()}
     model = import_transformers().EsmForMaskedLM(config)
     missing, unexpected = model.load_state_dict(state, strict=False)
-    lost = [n for n in missing if "position_ids" not in n and "contact_head" not in n]
+    lost = _without_contacts(model, missing)
+    lost = [n for n in lost if "position_ids" not in n]
     if lost or unexpected:
         text = f"missing {lost[:3]}, unknown {unexpected[:3]}"
         raise ValueError(f"{path}: not an ESM-2 checkpoint; {text}")
     return model.eval()
 
+
+def _without_contacts(model, missing: list) -> list:
+    """Names of weights that a checkpoint lacks, but for those of the contact head, which the
+    model then has no more: its contacts would be random."""
+    others = [n for n in missing if "contact_head" not in n]
+    if len(others) < len(missing):
+        model.esm.contact_head = None
+    return others
+
 # %% ../../nbs/reference/esm_checkpoints.ipynb #4f2dd37e
 def load_esm(
-    source,  # a fair-esm .pt file, or a folder or hub id for transformers
+    # a folder or hub id for transformers, or a fair-esm .pt file, beside which its contact
+    # regression may lie, "<stem>-contact-regression.pt"
+    source,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    # fair-esm's contact regression; "<stem>-contact-regression.pt" if it exists
-    regression=None,
 ):  # EsmForMaskedLM, or EsmModel where the checkpoint has no language-model head
-    """An ESM-2 model. Raises ValueError for a checkpoint of another kind, OSError if there is
-    none."""
+    """An ESM-2 model; its `contact_head` is None where the checkpoint has none. Raises
+    ValueError for a checkpoint of another kind, OSError if there is none."""
     if str(source).endswith(".pt"):
-        return _load_fair(source, regression).to(device, dtype)
+        return _load_fair(source).to(device, dtype)
     load = import_transformers().EsmForMaskedLM.from_pretrained
     model, info = load(source, output_loading_info=True, dtype=dtype)
-    gone = [n for n in info["missing_keys"] if "contact_head" not in n]
+    gone = _without_contacts(model, info["missing_keys"])
     if any("lm_head" not in n for n in gone):
         raise ValueError(f"{source}: not an ESM checkpoint; missing {gone[:3]}")
     return (model.esm if gone else model).eval().to(device)

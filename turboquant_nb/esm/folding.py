@@ -40,32 +40,24 @@ def _folding():
     return import_transformers().EsmForProteinFolding
 
 
-def random_folding(
-    seed: int = 0,
-    layers: int = 4,  # of the language model
-    hidden: int = 64,
-    heads: int = 4,
-    trunk: dict | None = None,  # fields of transformers' `TrunkConfig`; default: two blocks
-):  # EsmForProteinFolding
-    "A folding model with random weights, small by default."
+def random_folding(seed: int = 0):  # EsmForProteinFolding
+    "A small folding model with random weights, for tests and examples."
     from transformers.models.esm.configuration_esm import EsmConfig, get_default_vocab_list
 
     small = dict(num_blocks=2, sequence_state_dim=64, pairwise_state_dim=32, max_recycles=1)
     small |= dict(sequence_head_width=16, pairwise_head_width=16)
     place = dict(sequence_dim=64, pairwise_dim=32, ipa_dim=8, resnet_dim=16, num_blocks=2)
-    fold = dict(trunk=small | dict(structure_module=place | dict(num_heads_ipa=4)))
-    if trunk is not None:
-        fold = dict(trunk=trunk)
+    trunk = small | dict(structure_module=place | dict(num_heads_ipa=4))
     names = get_default_vocab_list()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = EsmConfig(
             vocab_size=len(names),
             vocab_list=names,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * hidden,
+            hidden_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=256,
             max_position_embeddings=LONGEST + 4,
             position_embedding_type="rotary",
             pad_token_id=names.index("<pad>"),
@@ -73,7 +65,9 @@ def random_folding(
             token_dropout=True,
             emb_layer_norm_before=False,
             is_folding_model=True,
-            esmfold_config=fold | dict(fp16_esm=False, lddt_head_hid_dim=16, embed_aa=True),
+            esmfold_config=dict(
+                trunk=trunk, fp16_esm=False, lddt_head_hid_dim=16, embed_aa=True
+            ),
         )
         model = _folding()(config).eval()
         for p in model.parameters():  # transformers begins several parts with zeros
