@@ -126,12 +126,12 @@ def as_candidate(
     "Raises ValueError for an unknown name, TypeError for anything else."
     if isinstance(what, Candidate):
         return what
-    if isinstance(what, str) and what not in PRESETS and what not in OTHERS:
-        known = ", ".join([*PRESETS, *OTHERS])
-        raise ValueError(f"a candidate must be a recipe or one of {known}; got {what!r}")
     if isinstance(what, str) and what in OTHERS:
         make = lambda: _make_other(what, model.config)
         return Candidate(name or what, make, None, dtype, OTHERS[what].block)
+    if isinstance(what, str) and what not in PRESETS:
+        known = ", ".join([*PRESETS, *OTHERS])
+        raise ValueError(f"a candidate must be a recipe or one of {known}; got {what!r}")
     if not isinstance(what, (str, list, tuple, Recipe)) and callable(what):
         return Candidate(name or getattr(what, "__name__", "cache"), what, None, dtype)
     recipe = TurboQuantCache(model, what).recipe  # a preset as this model gets it
