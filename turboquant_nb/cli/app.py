@@ -38,7 +38,8 @@ class lazy:
     `missing()` gives, if that is given."""
 
     def __init__(self, name: str, missing=None):
-        self.__name__, self._missing = name, missing
+        self.__name__ = name
+        self._missing = missing
 
     def __getattr__(self, name: str):
         if name.startswith("__"):  # what tools ask of every object is no use of it
@@ -294,7 +295,8 @@ def options(title: str):
             _check_ranges(self)
             own(self)
 
-        cls.__post_init__, cls.panel = check, title
+        cls.__post_init__ = check
+        cls.panel = title
         return dataclass(frozen=True, kw_only=True)(cls)
 
     return mark
@@ -341,7 +343,8 @@ def command(
         flat = [f for p in parts for f in _flat(p.annotation)]
         context = inspect.signature(call, eval_str=True).parameters["ctx"]
         call.__signature__ = inspect.Signature([context, *flat])
-        call.__doc__, call.__name__ = function.__doc__, function.__name__
+        call.__doc__ = function.__doc__
+        call.__name__ = function.__name__
         group.command(name, cls=_exemplified(_Command, examples), rich_help_panel=panel)(call)
         return function
 
@@ -1306,7 +1309,8 @@ class Calibrated:
     def check(self) -> None:
         """Raise Usage, before a model is loaded, for a calibration that is not there or does
         not allow the budget."""
-        file, budget = self.calibration, self.budget
+        file = self.calibration
+        budget = self.budget
         if not file:
             if budget is not None:
                 needs = "--calibration FILE_OR_HUB_ID, from turboquant calibrate --layers"
@@ -1339,7 +1343,8 @@ class Asked:
     def fitted(self, model):
         """The recipe, or one per layer, as this model, or one of this configuration, gets it.
         Raises Usage for one, or a calibration, that does not fit."""
-        file, budget = self.calibrated.calibration, self.calibrated.budget
+        file = self.calibrated.calibration
+        budget = self.calibrated.budget
         how = dict(calibration=file, budget=budget) if file else {}
         where = f"--calibration {file}: " if file else "recipe: "
         with at_fault(FileNotFoundError, ValueError, where=where):

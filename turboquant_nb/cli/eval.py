@@ -122,7 +122,8 @@ class Windows:
     )
 
     def __post_init__(self):
-        length, begin = self.length, self.begin
+        length = self.length
+        begin = self.begin
         if self.windows < 2 or length < 32 or not 16 <= begin <= length - 8:
             low = "--windows must be at least 2, --length 32, and --prompt from 16 to --length "
             raise Usage(f"{low}- 8; got {self.windows}, {length} and {begin}")
@@ -196,7 +197,8 @@ def evaluate(
 ) -> None:
     """One measure, from the options to the files. Ctrl-C keeps the rows that are finished; they
     are printed whatever becomes of the files."""
-    weights, output = common.weights, common.output
+    weights = common.weights
+    output = common.output
     out, picture = common.files.targets()
     named = caches.asked()
     own = [x for x in named if x.recipe not in OTHERS]

