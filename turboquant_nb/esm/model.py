@@ -369,8 +369,8 @@ def _real(ids: Tensor, mask: Tensor | None) -> Tensor:  # bool [B, T]
 @contextmanager
 def on_codes(self: TurboEsm, look=None):
     """A context in which every pass of the model, whoever calls it, attends on coded keys and
-    values of that pass; nothing is kept, and without a code nothing changes. `look(q, k, v)`, if
-    given, computes the outputs [B, H, n, d]. ValueError for a `Recipe` with sinks or recent
+    values of that pass; nothing is kept, and without a code nothing changes. `look(q, k, v)`,
+    if given, computes the outputs [B, H, n, d]. ValueError for a `Recipe` with sinks or recent
     tokens: its codes depend on the order in which tokens come."""
     check_recodable(self.code)
 
