@@ -447,15 +447,13 @@ class _Counts:
         return y * self.step[:, None] + self.low[:, None]
 
 
-def lloyd_rows(
-    h: _Counts, bits: int, steps: int = 60
-) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
+def lloyd_rows(h: _Counts, bits: int) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
     "Lloyd's method on every row, from the quantiles of the density's cube root."
     k = 2**bits
     pull = h.count.pow(1 / 3).cumsum(1)
     want = (torch.arange(k, dtype=torch.float64) + 0.5) / k * pull[:, -1:]
     y = torch.searchsorted(pull, want).double() + 0.5
-    for _ in range(steps if k > 1 else 1):
+    for _ in range(60 if k > 1 else 1):
         m0, m1, m2 = h.cells(midpoints(y))
         y = torch.where(m0 > 0, m1 / m0.clamp(min=1e-300), y)
     mse = (m2 - 2 * y * m1 + y * y * m0).sum(1) / h.count.sum(1).clamp(min=1)
