@@ -929,8 +929,7 @@ def _decoded(path: str, where: str) -> str:
     try:
         if path != "-":
             return Path(path).read_text(encoding="utf-8-sig")
-        raw = getattr(sys.stdin, "buffer", sys.stdin).read()
-        return raw if isinstance(raw, str) else raw.decode("utf-8-sig")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise Usage(f"{where} is not UTF-8 text (byte {error.start})") from error
     except OSError as error:

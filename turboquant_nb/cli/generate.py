@@ -636,9 +636,8 @@ def _lines(session: _Session):
 
 def _decoded_lines():
     "Lines of standard input as UTF-8. Raises Usage for what is not."
-    raw = getattr(sys.stdin, "buffer", None)
     try:
-        yield from sys.stdin if raw is None else (x.decode("utf-8-sig") for x in raw)
+        yield from (x.decode("utf-8-sig") for x in sys.stdin.buffer)
     except UnicodeDecodeError as error:
         raise Usage(
             f"standard input is not UTF-8 text (byte {error.start} of a line)"

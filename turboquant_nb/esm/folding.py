@@ -54,6 +54,7 @@ def random_folding(seed: int = 0):  # EsmForProteinFolding
     trunk = small | dict(structure_module=place | dict(num_heads_ipa=4))
     head = dict(trunk=trunk, fp16_esm=False, lddt_head_hid_dim=16, embed_aa=True)
     more = dict(is_folding_model=True, esmfold_config=head, vocab_list=TOKENS)
+    more |= dict(layer_norm_eps=1e-12)  # of `EsmConfig`
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _folding()(esm_config(len(TOKENS), 64, 4, 4, 256, **more)).eval()

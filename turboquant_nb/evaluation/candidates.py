@@ -158,9 +158,8 @@ def _parts_of(x) -> list:
     if skip or type(x).__name__.endswith("Config"):
         return []
     slots = getattr(type(x), "__slots__", ())
-    own = getattr(x, "__dict__", None)
     slots = [slots] if isinstance(slots, str) else slots
-    own = own if isinstance(own, dict) else {}
+    own = getattr(x, "__dict__", {})
     # tables that a process made of a codebook or a transform lie there, once for all caches
     kept = [value for name, value in own.items() if name != "memo"]
     return [getattr(x, n) for n in slots if hasattr(x, n)] + kept

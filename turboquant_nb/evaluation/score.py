@@ -185,6 +185,7 @@ def pair_layers(cache) -> dict:  # {index: PairLayer}
 
 # %% ../../nbs/28_score.ipynb #bb72bcef
 from functools import partial
+from itertools import zip_longest
 from typing import Callable, NamedTuple
 
 
@@ -235,7 +236,7 @@ def text_windows(
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         cut = ids[: len(ids) // size * size].view(-1, size)
         rows.append([torch.cat([torch.tensor(head, dtype=ids.dtype), x]) for x in cut])
-    order = [r[i] for i in range(max(map(len, rows), default=0)) for r in rows if i < len(r)]
+    order = [x for nth in zip_longest(*rows) for x in nth if x is not None]
     if not order or n is not None and len(order) < n:
         raise ValueError(not_enough(len(order), n or 1, length))
     return torch.stack(order[:n])
