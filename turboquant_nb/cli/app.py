@@ -1104,8 +1104,9 @@ def opened(
 
 
 def load(weights: Weights, output: Output, offloading: Offloading = Offloading()) -> Loaded:
-    """The model that was asked for, whose name was checked. Raises Usage for what cannot be
-    loaded, and for a device that does not exist."""
+    """The model that was asked for. Raises Usage for a name, dtype or device that does not
+    exist."""
+    check_model(weights.model)
     device = pick_device(weights.device)
     rest = offloading.offload
     dtype = weights.dtype or usual_dtype(device)

@@ -169,7 +169,6 @@ def _find_frame(name: str, reading, weights: Weights, output: Output, typed: Typ
             raise Usage(f"--{x.replace('_', '-')} has no meaning with --frame")
     out = target_file(name, "--frame")
     texts = read_texts(reading.text)
-    check_model(weights.model)
     loaded = load(weights, output)
     model, tokenizer = loaded.model, loaded.tokenizer
     with at_fault(ValueError, where="--text: "):
