@@ -143,15 +143,12 @@ _OF_PROTEINS = ("recipe", "held_out")
 
 def _check_kind(proteins: bool, weights: Weights, typed: Typed) -> None:
     "Usage for an option of the other kind of model, and for a protein model that is not named."
-    for name in (*_OF_TEXT, *_OF_PROTEINS):
-        option_typed = f"--{name.replace('_', '-')}"
-        if name not in typed.given or (name in _OF_PROTEINS) == proteins:
-            continue
-        if proteins:
-            raise Usage(
-                f"{option_typed} is for language models and has no meaning with --fasta"
-            )
-        raise Usage(f"{option_typed} has a meaning only with --fasta")
+    why = "{} has a meaning only with --fasta"
+    if proteins:
+        why = "{} is for language models and has no meaning with --fasta"
+    for name in _OF_TEXT if proteins else _OF_PROTEINS:
+        if name in typed.given:
+            raise Usage(why.format(f"--{name.replace('_', '-')}"))
     if proteins and weights.model == "embedded":
         raise Usage("--fasta needs --model: a folder, a fair-esm .pt file or a hub id of ESM-2")
 
