@@ -96,8 +96,9 @@ class Sampling:
         "What transformers is told."
         if not self.sample:
             return dict(do_sample=False, temperature=None, top_p=None, top_k=None)
-        odds = dict(temperature=self.temperature or 1.0, top_p=self.top_p or 1.0)
-        return dict(do_sample=True, top_k=0, **odds)
+        heat = self.temperature or 1.0
+        top_p = self.top_p or 1.0
+        return dict(do_sample=True, temperature=heat, top_p=top_p, top_k=0)
 
 
 @dataclass(frozen=True)
