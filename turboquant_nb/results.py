@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['machine', 'Tree', 'tree', 'record', 'commits', 'check', 'save', 'locate', 'load', 'stamp', 'newest', 'worded',
-           'Table', 'earlier', 'joined', 'parse', 'write']
+           'aligned', 'Table', 'earlier', 'joined', 'parse', 'write']
 
 # %% ../nbs/reference/results.ipynb #512c49f4
 import json
@@ -278,6 +278,17 @@ _WORDS = {  # of files: of pages
 def worded(text: str) -> str:
     "A text with the words of pages in place of those that older files of results have."
     return re.sub(rf"\b({'|'.join(_WORDS)})\b", lambda found: _WORDS[found[0]], text)
+
+
+def aligned(
+    rows: list,  # of lists of str, the headings first
+) -> str:
+    "A table as plain text: names on the left, numbers under one another."
+    width = [max(map(len, column)) for column in zip(*rows)]
+    lines = (
+        [r[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(r[1:], width[1:]))] for r in rows
+    )
+    return "\n".join("   ".join(line).rstrip() for line in lines)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def pressed(monkeypatch, module, name, after):
 @pytest.mark.parametrize("after", [2, 0])
 @pytest.mark.parametrize("out", [True, False])
 def test_rows_that_were_measured_stay(out, after, call, tiny, tmp_path, monkeypatch):
-    pressed(monkeypatch, evals.tasks, "perplexity", after)
+    pressed(monkeypatch, evals.scores, "perplexity", after)
     path = tmp_path / "r.json"
     code, said, err = call(f"{EVAL} --model {tiny} --json", *["--out", path] * out)
     assert code == 130

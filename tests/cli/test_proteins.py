@@ -13,7 +13,6 @@ from safetensors.torch import load_file as load_weights, save_file
 from transformers import EsmForMaskedLM
 from transformers.utils import logging
 
-from turboquant_nb.cli import proteins as commands
 from turboquant_nb.esm import (
     TurboEsm,
     fold,
@@ -197,9 +196,6 @@ def test_without_a_contact_head_it_refuses(call, esm2, proteins, tmp_path):
     }
     (tmp_path / "config.json").write_text((esm2 / "model" / "config.json").read_text())
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert commands.has_contact_head(str(esm2 / "model")) and not commands.has_contact_head(
-        str(tmp_path)
-    )
     refused(
         call(f"contacts --fasta {proteins} --quiet", "--model", tmp_path), "no contact head"
     )

@@ -53,7 +53,7 @@ def test_layers_of_several_sizes(monkeypatch):
     near = LayerInfo(0, heads=16, key_size=256, value_size=256, sliding_window=1024, **sizes)
     far = LayerInfo(1, heads=4, key_size=512, value_size=512, **sizes)
     shown = SimpleNamespace(ModelInfo=lambda layers: SimpleNamespace(coded=layers))
-    monkeypatch.setattr(serve, "models", shown)
+    monkeypatch.setattr(serve, "hf", shown)
     k3v3, page = ServingConfig("k3v3"), 128 * 16 * 196
     found = serve.cache_size([near, near, far], k3v3)
     assert found["bytes_per_token"] == page // 256 == 1568

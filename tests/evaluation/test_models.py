@@ -186,15 +186,10 @@ def test_progress(toy, capsys, monkeypatch):
         "unpacking",
     ]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # a terminal without tqdm: plain lines
     with models._Progress("turboquant: x", 100, True) as bar:
-        for n in range(0, 101, 5):
+        for n in (50, 20, 170):  # never backwards, never past the end
             bar.to(n)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "turboquant: x (0 MB)",
-        *(f"turboquant: x: {q} %" for q in (25, 50, 75, 100)),
-    ]
+    assert bar.bar.n == 100 and "turboquant: x: 100%" in capsys.readouterr().err
 
 
 def test_the_sample_is_what_was_measured_and_its_message_has_one_chapter():
@@ -348,10 +343,10 @@ def test_a_copy_that_another_process_made_stays(tmp_path, monkeypatch):
 
     monkeypatch.setattr(models, "_from_pretrained", unpack)
     assert (
-        models.locate_embedded(False, True) == (str(dense), None)
+        models.locate_embedded(False) == (str(dense), None, True)
         and not (dense / "late").exists()
     )
     (dense / "model.safetensors").write_bytes(b"broken")
     monkeypatch.setattr(models, "_from_pretrained", lambda *args: (Late(), Late()))
-    models.locate_embedded(False, True)
+    models.locate_embedded(False)
     assert (dense / "late").exists()  # a broken copy is replaced

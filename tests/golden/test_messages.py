@@ -108,6 +108,8 @@ GONE: dict[str, str] = {
     "start must have shape [{}], got {}": "said by `files.Saved`, as of any tensor of a file",
     "this model is wrapped already; undo() gives it back": "two may take turns now",
     "coded must hold signs and residual_norm; it comes from prod_encode": "from `SketchedCode`",
+    "allocation must be 'model', 'layer' or 'none', got {}": "by `checks.one_of`",
+    "{} must be between 0 and 1, got {}": "shares of ESM-2's training, which are constants",
     # targets were put together by hand; a store's own tensors are what its plan takes
     "a pre-RoPE mean of {} needs mean and start, {} positions": _PLAN,
     "a transform of {} must be of {} heads, got {}": _PLAN,

@@ -195,7 +195,8 @@ class _CodedSide:
         if z is None or not first <= layer < first + z.shape[1]:
             layers, heads, d = self.code.shape
             size = len(self.data) * heads * d * length
-            first, last = layer, min(layers, layer + max(1, BLOCK // max(1, size)))
+            first = layer
+            last = min(layers, layer + max(1, BLOCK // max(1, size)))
             held = self.data[:, self.edges[first] : self.edges[last], :length]
             z = look_up(self.code, held, first, last)
             self.found = first, z

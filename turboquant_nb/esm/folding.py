@@ -12,7 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoints import RESIDUES, check_residues, import_transformers
+from turboquant_nb.esm.checkpoints import (
+    RESIDUES,
+    TOKENS,
+    check_residues,
+    esm_config,
+    import_transformers,
+)
 from .model import TurboEsm
 from ..quant.recipe import Recipe, as_recipe
 
@@ -40,42 +46,18 @@ def _folding():
     return import_transformers().EsmForProteinFolding
 
 
-def random_folding(
-    seed: int = 0,
-    layers: int = 4,  # of the language model
-    hidden: int = 64,
-    heads: int = 4,
-    trunk: dict | None = None,  # fields of transformers' `TrunkConfig`; default: two blocks
-):  # EsmForProteinFolding
-    "A folding model with random weights, small by default."
-    from transformers.models.esm.configuration_esm import EsmConfig, get_default_vocab_list
-
+def random_folding(seed: int = 0):  # EsmForProteinFolding
+    "A small folding model with random weights, for tests and examples."
     small = dict(num_blocks=2, sequence_state_dim=64, pairwise_state_dim=32, max_recycles=1)
     small |= dict(sequence_head_width=16, pairwise_head_width=16)
     place = dict(sequence_dim=64, pairwise_dim=32, ipa_dim=8, resnet_dim=16, num_blocks=2)
-    fold = dict(trunk=small | dict(structure_module=place | dict(num_heads_ipa=4)))
-    if trunk is not None:
-        fold = dict(trunk=trunk)
-    names = get_default_vocab_list()
+    trunk = small | dict(structure_module=place | dict(num_heads_ipa=4))
+    head = dict(trunk=trunk, fp16_esm=False, lddt_head_hid_dim=16, embed_aa=True)
+    more = dict(is_folding_model=True, esmfold_config=head, vocab_list=TOKENS)
+    more |= dict(layer_norm_eps=1e-12)  # of `EsmConfig`
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = EsmConfig(
-            vocab_size=len(names),
-            vocab_list=names,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * hidden,
-            max_position_embeddings=LONGEST + 4,
-            position_embedding_type="rotary",
-            pad_token_id=names.index("<pad>"),
-            mask_token_id=names.index("<mask>"),
-            token_dropout=True,
-            emb_layer_norm_before=False,
-            is_folding_model=True,
-            esmfold_config=fold | dict(fp16_esm=False, lddt_head_hid_dim=16, embed_aa=True),
-        )
-        model = _folding()(config).eval()
+        model = _folding()(esm_config(len(TOKENS), 64, 4, 4, 256, **more)).eval()
         for p in model.parameters():  # transformers begins several parts with zeros
             p.data += 0.05 * torch.randn_like(p)
     return model

@@ -6,7 +6,6 @@
 __all__ = ['EsmOutput', 'fingerprint', 'frame_proteins', 'TurboEsm']
 
 # %% ../../nbs/26_esm.ipynb #206a8a08
-import math
 import warnings
 from contextlib import contextmanager
 from importlib import resources
@@ -24,7 +23,6 @@ from turboquant_nb.esm.codes import (
     check_recodable,
     open_past,
     planned_nbytes,
-    prefix_visible,
     recoded,
 )
 from ..quant.calibration import FrameSums
@@ -273,7 +271,8 @@ def _embed(
     self: TurboEsm, ids: Tensor, ratio: Tensor
 ) -> Tensor:  # ratio [B] of masked tokens so far
     "ESM's embedding, with its correction for masked tokens continued."
-    e, config = self.base.embeddings, self.base.config
+    e = self.base.embeddings
+    config = self.base.config
     x = e.word_embeddings(ids)
     if config.token_dropout:
         x = x.masked_fill((ids == config.mask_token_id)[..., None], 0.0)
@@ -365,50 +364,14 @@ def _real(ids: Tensor, mask: Tensor | None) -> Tensor:  # bool [B, T]
     _padding(ids, mask)
     return torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.long() > 0
 
-
-def _replayed(q, exact, codes, prefix, real) -> Tensor:  # [B, H, T, d]
-    """Attention of prefix rows on exact states, of later ones on coded states and their exact
-    own."""
-    (k, v), (ck, cv) = exact, codes
-    n = q.shape[2]
-    # [B, 1, T, 1]
-    late = (torch.arange(n, device=q.device) >= prefix[:, None])[:, None, :, None]
-    visible = (prefix_visible(n, prefix) & real[:, None])[:, None]
-    scores = torch.where(late, q @ ck.transpose(-1, -2), q @ k.transpose(-1, -2))
-    own = (q * k).sum(-1, keepdim=True)
-    scores = torch.where(torch.eye(n, dtype=torch.bool, device=q.device), own, scores)
-    p = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    diagonal = p.diagonal(dim1=-2, dim2=-1)[..., None]
-    return torch.where(late, p @ cv + diagonal * (v - cv), p @ v)
-
-
-@patch
-def replay(
-    self: TurboEsm,
-    ids: Tensor,
-    prefix: Tensor,
-    mask: Tensor | None = None,
-    layers: tuple | None = None,
-) -> EsmOutput:
-    """What a prefill of the first prefix[b] tokens and decoding of the others one by one gives,
-    in one pass; nothing is kept. Only `layers`, if given, are coded. Rows of padding mean
-    nothing. ValueError for a `Recipe` with sinks or recent tokens: they depend on the order."""
-    check_recodable(self.code)
-    real = _real(ids, mask)
-
-    def hook(layer, q, k, v, _):
-        code = self.code if layers is None or layer in layers else None
-        return k, v, _replayed(q, (k, v), recoded(code, layer, k, v), prefix, real)
-
-    return self.run(hook, ids, mask)
-
 # %% ../../nbs/26_esm.ipynb #84e7591c
 @patch
 @contextmanager
 def on_codes(self: TurboEsm, look=None):
     """A context in which every pass of the model, whoever calls it, attends on coded keys and
-    values of that pass; nothing is kept, and without a code nothing changes. ValueError as
-    `replay`. `look(q, k, v)`, if given, computes the outputs [B, H, n, d]."""
+    values of that pass; nothing is kept, and without a code nothing changes. `look(q, k, v)`,
+    if given, computes the outputs [B, H, n, d]. ValueError for a `Recipe` with sinks or recent
+    tokens: its codes depend on the order in which tokens come."""
     check_recodable(self.code)
 
     def hook(layer, q, k, v, _):
@@ -426,7 +389,7 @@ def reread(
 ) -> EsmOutput:
     """A whole pass in which every layer attends on coded keys and values of the same pass,
     nothing kept: what the code does to the encoder itself. A list takes the attention weights
-    [B, H, T, T] of each layer. ValueError as `replay`."""
+    [B, H, T, T] of each layer. ValueError as `on_codes`."""
     visible = _real(ids, mask)[:, None, None]
 
     def look(q, k, v):
@@ -441,7 +404,10 @@ def reread(
 def contacts(
     self: TurboEsm, ids: Tensor, mask: Tensor | None = None
 ) -> Tensor:  # [B, T-2, T-2]
-    "Contact probabilities of the model's own head, from the attention of `reread`."
+    """Contact probabilities of the model's own head, from the attention of `reread`. Raises
+    ValueError for a model that was loaded without that head."""
+    if self.base.contact_head is None:
+        raise ValueError("the model has no contact head: its checkpoint held none")
     self.reread(ids, mask, found := [])
     real = (torch.ones_like(ids) if mask is None else mask).to(found[0])
     found = torch.stack(found, 1) * real[:, None, None, :, None] * real[:, None, None, None]

@@ -285,10 +285,7 @@ class TransformRecipe(TwoSides):
 
     def __post_init__(self):
         sides = (self.key, self.value)
-        if self.allocation not in ("model", "layer", "none"):
-            raise ValueError(
-                f"allocation must be 'model', 'layer' or 'none', got {self.allocation!r}"
-            )
+        checks.one_of(self.allocation, "allocation", ("model", "layer", "none"))
         if self.value.center == "pre_rope":
             raise ValueError("center='pre_rope' is for keys; RoPE rotates no values")
         if self.allocation == "none" and any(s.bits != int(s.bits) for s in sides):
@@ -333,13 +330,14 @@ class CodeStatistics:
 
     def mean(self, kind: str) -> Tensor:
         "[L, H, d] fp64 on the CPU."
-        return torch.stack([self.moments.mean(kind, i).cpu() for i in range(len(self.gain))])
+        return self._of_layers(self.moments.mean, kind)
 
     def mean_square(self, kind: str) -> Tensor:
         "[L, H, d, d] fp64 on the CPU; of queries weighed by their sensitivity."
-        return torch.stack(
-            [self.moments.mean_square(kind, i).cpu() for i in range(len(self.gain))]
-        )
+        return self._of_layers(self.moments.mean_square, kind)
+
+    def _of_layers(self, moment, kind: str) -> Tensor:
+        return torch.stack([moment(kind, i).cpu() for i in range(len(self.gain))])
 
     def metric(self, side: str) -> Tensor:
         "[L, H, d, d]: errors e of this side count as eᵀ M e."
@@ -439,7 +437,8 @@ class _Counts:
             self.sums = [torch.cat([zero, (self.count * c**i).cumsum(1)], 1) for i in range(3)]
         # bins with centre below
         at = (edges + 0.5).floor().long().clamp(0, self.count.shape[1])
-        first, last = at.new_zeros(len(at), 1), at.new_full((len(at), 1), self.count.shape[1])
+        first = at.new_zeros(len(at), 1)
+        last = torch.full_like(first, self.count.shape[1])
         at = torch.cat([first, at, last], 1)
         return [s.gather(1, at).diff(dim=1) for s in self.sums]
 
@@ -448,15 +447,13 @@ class _Counts:
         return y * self.step[:, None] + self.low[:, None]
 
 
-def lloyd_rows(
-    h: _Counts, bits: int, steps: int = 60
-) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
+def lloyd_rows(h: _Counts, bits: int) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
     "Lloyd's method on every row, from the quantiles of the density's cube root."
     k = 2**bits
     pull = h.count.pow(1 / 3).cumsum(1)
     want = (torch.arange(k, dtype=torch.float64) + 0.5) / k * pull[:, -1:]
     y = torch.searchsorted(pull, want).double() + 0.5
-    for _ in range(steps if k > 1 else 1):
+    for _ in range(60 if k > 1 else 1):
         m0, m1, m2 = h.cells(midpoints(y))
         y = torch.where(m0 > 0, m1 / m0.clamp(min=1e-300), y)
     mse = (m2 - 2 * y * m1 + y * y * m0).sum(1) / h.count.sum(1).clamp(min=1)
@@ -476,7 +473,8 @@ class Histograms:
 
     def __init__(self, fits, recipe, bins=1024):
         self.out = {side: _grid(m, bins) for side, m in fits.items()}
-        self.fits, self.recipe = fits, recipe
+        self.fits = fits
+        self.recipe = recipe
 
     def take(self, layer, q, k, v, real, visible):
         p = attention_weights(q.float(), k.float(), visible).square() * real[:, None, :, None]
@@ -490,7 +488,8 @@ class Histograms:
 
     def _count(self, h, layer, z, w):
         "Add channels z [N, H·d] of a layer with weights w."
-        channels, bins = z.shape[1], h.count.shape[1]
+        channels = z.shape[1]
+        bins = h.count.shape[1]
         mine = slice(layer * channels, (layer + 1) * channels)
         low, step = (x[mine].float().to(z.device) for x in (h.low, h.step))
         index = ((z - low) / step).long().clamp(0, bins - 1)
@@ -567,14 +566,11 @@ def _spread(gains: Tensor, budget: int) -> Tensor:  # [channels, most bits] -> [
 
 def _allocate(cost, recipe, shape) -> dict:  # side -> bits [L, H, d]
     "Bits of every channel; cost: side -> [L, H, d, most bits + 1]."
-    sides = "key", "value"
     layers = shape[0]
     if recipe.allocation == "none":
-        fixed = (
-            torch.full(shape, int(getattr(recipe, s).bits), dtype=torch.uint8) for s in sides
-        )
-        return dict(zip(sides, fixed))
-    gains = [-cost[s].diff(dim=-1).flatten(1, 2) for s in sides]
+        equal = lambda side: torch.full(shape, int(side.bits), dtype=torch.uint8)
+        return {"key": equal(recipe.key), "value": equal(recipe.value)}
+    gains = [-cost[s].diff(dim=-1).flatten(1, 2) for s in ("key", "value")]
     gains = torch.cat(gains, 1)[..., recipe.min_bits :]  # [L, both sides, most - least]
     mean = (recipe.key.bits + recipe.value.bits) / 2 - recipe.min_bits
     groups = gains.flatten(0, 1)[None] if recipe.allocation == "model" else gains

@@ -126,12 +126,12 @@ def as_candidate(
     "Raises ValueError for an unknown name, TypeError for anything else."
     if isinstance(what, Candidate):
         return what
-    if isinstance(what, str) and what not in PRESETS and what not in OTHERS:
-        known = ", ".join([*PRESETS, *OTHERS])
-        raise ValueError(f"a candidate must be a recipe or one of {known}; got {what!r}")
     if isinstance(what, str) and what in OTHERS:
         make = lambda: _make_other(what, model.config)
         return Candidate(name or what, make, None, dtype, OTHERS[what].block)
+    if isinstance(what, str) and what not in PRESETS:
+        known = ", ".join([*PRESETS, *OTHERS])
+        raise ValueError(f"a candidate must be a recipe or one of {known}; got {what!r}")
     if not isinstance(what, (str, list, tuple, Recipe)) and callable(what):
         return Candidate(name or getattr(what, "__name__", "cache"), what, None, dtype)
     recipe = TurboQuantCache(model, what).recipe  # a preset as this model gets it
@@ -158,9 +158,8 @@ def _parts_of(x) -> list:
     if skip or type(x).__name__.endswith("Config"):
         return []
     slots = getattr(type(x), "__slots__", ())
-    own = getattr(x, "__dict__", None)
     slots = [slots] if isinstance(slots, str) else slots
-    own = own if isinstance(own, dict) else {}
+    own = getattr(x, "__dict__", {})
     # tables that a process made of a codebook or a transform lie there, once for all caches
     kept = [value for name, value in own.items() if name != "memo"]
     return [getattr(x, n) for n in slots if hasattr(x, n)] + kept

@@ -94,7 +94,8 @@ class Harness(HFLM):
             self.model(self._tokens([past]), past_key_values=cache, logits_to_keep=1)
             cache.batch_repeat_interleave(len(rows))
         ids = self._tokens([row + row[-1:] * (size - len(row)) for row in rows])
-        scores, best = [], []
+        scores = []
+        best = []
         for x, y in zip(ids[:, :-1].split(self.chunk, 1), ids[:, 1:].split(self.chunk, 1)):
             log_p = self.model(x, past_key_values=cache).logits.float().log_softmax(-1)
             scores.append(log_p.gather(-1, y[..., None])[..., 0])

@@ -10,6 +10,7 @@ __all__ = ['PAIR', 'SCORES', 'PROTOCOLS', 'Pair', 'mixed_attention', 'pair_atten
            'attention_error', 'table_cells', 'table', 'plot']
 
 # %% ../../nbs/28_score.ipynb #b5115c0f
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -24,12 +25,14 @@ from ..quant.layers import read_layers
 from ..quant.quantizer import decided, decode
 
 # %% ../../nbs/28_score.ipynb #58734246
+@dataclass(eq=False)
 class Pair:
     "One side of one layer, exact and quantised, in place of a dense tensor."
 
-    def __init__(self, exact: Tensor, coded: Tensor, sinks: int = 0, recent: int = 0):
-        self.exact, self.coded = exact, coded
-        self.sinks, self.recent = sinks, recent
+    exact: Tensor
+    coded: Tensor
+    sinks: int = 0
+    recent: int = 0
 
     shape = property(lambda self: self.exact.shape)
     dtype = property(lambda self: self.exact.dtype)
@@ -84,7 +87,8 @@ def pair_attention(call: AttentionCall) -> Tensor:  # [B, Hq, n, d]
     out = query.new_empty(*query.shape[:3], value.shape[3])
     step = max(1, SCORES // (min(len(query), 4) * query.shape[1] * T))
     for b, a in product(range(0, len(query), 4), range(0, n, step)):
-        rows, some = slice(b, b + 4), slice(a, a + step)
+        rows = slice(b, b + 4)
+        some = slice(a, a + step)
         mask = (visible if len(visible) == 1 else visible[rows])[:, :, some]
         part = query[rows, :, some], key[rows], value[rows], exact[some], mask
         found = mixed_attention(*part, scaling, call.softcap, call.sink)
@@ -143,10 +147,11 @@ class PairLayer(DynamicLayer):
     def sure(self, states: tuple) -> list:  # [B, H, T] bool each
         "Which keys, and which values, every program codes alike: `decided`."
         s = self.layer.store
-        center = lambda name, x: s.center(name, 0, x.shape[2])
-        sides = zip(("key", "value"), states)
-        held = [(getattr(s, n), n, x) for n, x in sides]
-        return [decided(p.q, p.into_frame(x), center(n, x)).all(-1) for p, n, x in held]
+        out = []
+        for name, side, x in zip(("key", "value"), (s.key, s.value), states):
+            center = s.center(name, 0, x.shape[2])
+            out.append(decided(side.q, side.into_frame(x), center).all(-1))
+        return out
 
     def update(self, key_states, value_states, *args, **kwargs):
         "Keep n tokens; return both versions of all."
@@ -179,8 +184,8 @@ def pair_layers(cache) -> dict:  # {index: PairLayer}
     return {i: x for i, x in layers if isinstance(x, PairLayer)}
 
 # %% ../../nbs/28_score.ipynb #bb72bcef
-from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Callable, NamedTuple
 
 
@@ -231,7 +236,7 @@ def text_windows(
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         cut = ids[: len(ids) // size * size].view(-1, size)
         rows.append([torch.cat([torch.tensor(head, dtype=ids.dtype), x]) for x in cut])
-    order = [r[i] for i in range(max(map(len, rows), default=0)) for r in rows if i < len(r)]
+    order = [x for nth in zip_longest(*rows) for x in nth if x is not None]
     if not order or n is not None and len(order) < n:
         raise ValueError(not_enough(len(order), n or 1, length))
     return torch.stack(order[:n])
@@ -283,17 +288,17 @@ class OnePass:
     "All steps of decoding in one forward pass, on exact and quantised pairs."
 
     layer: type = PairLayer  # what holds the states of one layer
-    count: bool = True  # fill a real cache to count its bits; False: they are NaN
     name = "one_pass"
 
-    def supports(self, candidate: Candidate, protocol: str) -> tuple:  # (bool, reason)
+    def refuses(self, candidate: Candidate, protocol: str) -> str:
+        "Why this cannot read a candidate; empty where it can."
         if candidate.recipe is None:
-            return False, "its codes are not ours"
+            return "its codes are not ours"
         if candidate.decays:
-            return False, "decay changes the codes of old tokens with every step"
+            return "decay changes the codes of old tokens with every step"
         if protocol == "chunk":
-            return False, "a chunk attends to itself exactly, which no step does"
-        return True, ""
+            return "a chunk attends to itself exactly, which no step does"
+        return ""
 
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
@@ -310,22 +315,12 @@ class OnePass:
 
     def bits(self, model, candidate, cache, prompt: int, rows: int) -> float:
         "Bits per value of a real cache that holds the first window, prompt first."
-        if not self.count:
-            return float("nan")
         real = candidate.new()
         with attending(model):
             for part in (slice(0, prompt), slice(prompt, None)):
                 for i, x in pair_layers(cache).items():
                     real.update(x.keys[:1, :, part], x.values[:1, :, part], i)
         return bits_per_value(real, model)
-
-
-def _recipes_of(candidate: Candidate) -> list:
-    "Recipes of ours of all layers; none of another package's cache."
-    r = candidate.recipe
-    if r is None:
-        return []
-    return r if isinstance(r, list) else [r]
 
 
 def _last_logits(model, ids, prompt: int, **how) -> Tensor:
@@ -338,8 +333,9 @@ class Steps:
 
     name = "steps"
 
-    def supports(self, candidate: Candidate, protocol: str) -> tuple:  # (bool, reason)
-        return True, ""
+    def refuses(self, candidate: Candidate, protocol: str) -> str:
+        "Nothing: every cache can be read so."
+        return ""
 
     def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
@@ -404,18 +400,15 @@ def select_backend(
     one that cannot."""
     if isinstance(backend, str):
         if backend == "auto":
-            fit = (n for n, x in _BACKENDS.items() if x.supports(candidate, protocol)[0])
-            backend = next(fit, "steps")
+            fit = (n for n, x in _BACKENDS.items() if not x.refuses(candidate, protocol))
+            backend = next(fit)
         if backend not in _BACKENDS:
             raise ValueError(
                 f"backend must be auto, {', '.join(_BACKENDS)} or an object; got {backend!r}"
             )
         backend = _BACKENDS[backend]
-    fits, reason = backend.supports(candidate, protocol)
-    if not fits:
-        raise ValueError(
-            f"{backend.name} cannot read {candidate.name} under {protocol}: {reason}"
-        )
+    if why := backend.refuses(candidate, protocol):
+        raise ValueError(f"{backend.name} cannot read {candidate.name} under {protocol}: {why}")
     return backend
 
 
@@ -550,20 +543,6 @@ def _decoding_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of 
         _BACKENDS["steps"].decode(model, ids, cache, prompt)
     return calls
 
-
-def _read_back_calls(model, candidate, ids, prompt) -> dict:  # layer -> list of _Call
-    "What each layer gives a cache that codes all tokens at once, and what it hands back."
-    dtype = candidate.dtype or model.dtype
-    pairs = pair_cache(model, candidate.recipe, dtype, all_quantised=True)
-    with attending(model, PAIR, pair_attention):
-        model(ids, past_key_values=pairs, logits_to_keep=1)
-    cache = _read_back(candidate.new(), candidate.flush)
-    calls = {}
-    for i, x in pair_layers(pairs).items():
-        nothing = _Call((x.keys[:, :, :0], x.values[:, :, :0]), ())
-        calls[i] = [nothing, _Call((x.keys, x.values), cache.update(x.keys, x.values, i))]
-    return calls
-
 # %% ../../nbs/28_score.ipynb #fdb9a6e2
 def _layer_gap(layer: PairLayer, calls: list) -> float:
     """Largest relative difference in one layer; the first call is the prompt, which attends to
@@ -591,23 +570,22 @@ def one_pass_gap(
     recipe,  # of the pass: preset, Recipe or list of them
     prompt: int,
     against=None,  # recipe of the real cache; None: the same
-    protocol: str = "decode",  # or "stress" (all-quantised)
 ) -> float:
     """The left side of equation (28.2). TypeError/ValueError as `score`, and for per-head
     matrices."""
-    check_windows(ids, protocol, prompt)
+    check_windows(ids, "decode", prompt)
     ours = as_candidate(model, recipe, "pass", None)
     real = ours if against is None else as_candidate(model, against, "steps", None)
-    every = protocol == "stress"
-    calls = (_read_back_calls if every else _decoding_calls)(model, real, ids, prompt)
-    layers = pair_cache(model, ours.recipe, model.dtype, every).layers
+    calls = _decoding_calls(model, real, ids, prompt)
+    layers = pair_cache(model, ours.recipe, model.dtype).layers
     return max(_layer_gap(layers[i], part) for i, part in calls.items())
 
 
 def gap_limit(model, recipe) -> float:
     """The right side of equation (28.2) for a model and a recipe of ours (or a list, one per
     layer)."""
-    each = _recipes_of(as_candidate(model, recipe, "recipe"))
+    ours = as_candidate(model, recipe, "recipe").recipe
+    each = ours if isinstance(ours, list) else [ours]
     scales = {getattr(torch, s.scale_dtype) for r in each for s in (r.key, r.value)}
     return 2 * max(torch.finfo(t).eps for t in scales) + 4 * torch.finfo(model.dtype).eps
 
@@ -650,6 +628,7 @@ import torch.nn.functional as F
 
 from ..calibration.fit import observing
 from ..quant.recipe import Recipe, as_recipe
+from ..results import aligned
 
 # %% ../../nbs/28_score.ipynb #b37c3ddc
 def _named(model, candidates) -> list:
@@ -885,10 +864,7 @@ def table(
     rows: list,  # of one measure
 ) -> str:
     "Rows as aligned text. Raises ValueError for rows of no measure, or of several."
-    lines = table_cells(rows)
-    width = [max(map(len, c)) for c in zip(*lines)]
-    row = lambda c: [c[0].ljust(width[0]), *(x.rjust(w) for x, w in zip(c[1:], width[1:]))]
-    return "\n".join("   ".join(row(c)) for c in lines)
+    return aligned(table_cells(rows))
 
 # %% ../../nbs/28_score.ipynb #b87a30e5
 _AXES = {
