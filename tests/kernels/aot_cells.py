@@ -21,30 +21,16 @@ from turboquant_nb.kernels import (
     decode as decode_launch,
     decode_mma,
 )
-from turboquant_nb.kernels.cell_attention import _join_past_kernel, _past_kernel, _work_kernel
+from turboquant_nb.kernels.cell_attention import _past_kernel, _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
 from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
 from turboquant_nb.theory.rotation import make_rotation
 
 TYPES = aot_decode.TYPES | dict.fromkeys(
-    (
-        "ROTATED",
-        "LEVELS",
-        "PARTS",
-        "LSE_PARTS",
-        "REST",
-        "KTAB",
-        "VTAB",
-        "MEAN",
-        "CENTER",
-        "OWN_LSE",
-        "PAST_LSE",
-    ),
+    ("ROTATED", "LEVELS", "PARTS", "LSE_PARTS", "REST", "KTAB", "VTAB", "MEAN", "CENTER"),
     "*fp32",
 )
-TYPES |= dict.fromkeys(
-    ("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16"
-) | dict(
+TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "NEAR"), "*bf16") | dict(
     CELLS="*u8",
     SCALES="*fp16",
     LUT="*i32",
@@ -60,9 +46,7 @@ TYPES |= dict.fromkeys(
     factor="fp32",
 )
 PLANES = "K0 K1 K2 V0 V1 V2".split()
-STRIDES = (
-    "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
-)
+STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh nt".split()
 
 
 def places(c, side):
@@ -244,14 +228,6 @@ def sinks(c):
 
 def work(c, sliding=False):
     return compiled(_work_kernel, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1)
-
-
-def join_past(c):
-    return compiled(
-        _join_past_kernel,
-        dict(D=c.d_value, DP=decode_launch.padded_size(c.d_value), M=16),
-        num_warps=4,
-    )
 
 
 if __name__ == "__main__":

@@ -267,6 +267,14 @@ def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
     return compiled(blocks._read_kernel, constants, capability, types, num_warps=4)
 
 
+def join_piece(d=128):
+    "The kernel that joins two pieces in place."
+    types = TYPES | dict.fromkeys(("OUT", "MORE"), "*bf16") | {"MORE_LSE": "*fp32"}
+    constants = dict(D=d, DP=decode_launch.padded_size(d), ROWS=16)
+    strides = "ot oh mt mh".split()
+    return compiled(blocks._join_kernel, constants, types=types, strides=strides, num_warps=4)
+
+
 def usage(built, capability=90):
     "Registers a thread, bytes of stack and of spills a thread, bytes of shared memory."
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
@@ -304,6 +312,7 @@ if __name__ == "__main__":
             "pre_rope": pre_rope,
             "transform": transform,
             "read": read,
+            "join_piece": join_piece,
         }[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

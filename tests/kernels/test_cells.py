@@ -536,7 +536,6 @@ COMPILED = [
     dict(kernel="work", sliding=True),
     dict(kernel="sinks"),
     dict(kernel="portable", **TWO),
-    dict(kernel="join_past"),
 ]
 
 

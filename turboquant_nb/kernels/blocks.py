@@ -19,13 +19,14 @@ from turboquant_nb.kernels.decode import (
     CodeTables,
     Launcher,
     code_of_bytes,
+    dense_channels,
     is_interpreted,
     padded_size,
     plane_places,
     tl,
     triton,
 )
-from .encode import device_properties
+from .encode import device_properties, strides
 from ..quant.quantizer import Code, Coded
 
 # %% ../../nbs/reference/kernels_blocks.ipynb #43b0000b
@@ -379,56 +380,88 @@ def read_block(
     return tuple(out)
 
 # %% ../../nbs/reference/kernels_blocks.ipynb #43b00018
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _join_kernel(
-    OUT, LSE, MORE, MORE_LSE, rows, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr
+    OUT,
+    ot,
+    oh,
+    LSE,
+    lt,
+    lh,
+    MORE,
+    mt,
+    mh,
+    MORE_LSE,
+    nt,
+    nh,
+    rows,
+    heads,
+    factor,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    "OUT [rows, D] fp32 and LSE become those of both pieces."
-    r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DP)
-    ok = r < rows
-    a, b = tl.load(LSE + r, mask=ok, other=0.0), tl.load(MORE_LSE + r, mask=ok, other=0.0)
-    top = tl.maximum(a, b)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    """ROWS rows (token, head) of OUT and LSE become those of both pieces, of which MORE is
+    multiplied by a factor."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DP)[None, :]
+    token, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    ok = row < rows
+    to = LSE + token * lt + head * lh
+    a = tl.load(to, mask=ok, other=0.0)
+    b = tl.load(MORE_LSE + token * nt + head * nh, mask=ok, other=0.0)
+    top = tl.maximum(tl.maximum(a, b), -1e38)
     x, y = tl.exp(a - top), tl.exp(b - top)
     whole = x + y
     some = tl.where(whole != 0, whole, 1.0)  # NaN counts as seen
-    at, seen = r.to(tl.int64)[:, None] * D + d[None, :], ok[:, None] & (d < D)[None, :]
-    more = tl.load(MORE + at, mask=seen, other=0.0).to(tl.float32)
-    out = (
-        tl.load(OUT + at, mask=seen, other=0.0) * (x / some)[:, None]
-        + more * (y / some)[:, None]
-    )
-    tl.store(OUT + at, out, mask=seen)
-    tl.store(LSE + r, tl.where(whole != 0, top + tl.log(some), float("-inf")), mask=ok)
+    here = ok[:, None] & (d < D)
+    at = OUT + (token * ot + head * oh)[:, None] + d
+    more = MORE + (token * mt + head * mh)[:, None] + d
+    out = tl.load(at, mask=here, other=0.0).to(tl.float32) * (x / some)[:, None]
+    more = tl.load(more, mask=here, other=0.0).to(tl.float32) * (y / some * factor)[:, None]
+    # where nothing is seen a piece may hold anything
+    out += tl.where((y != 0)[:, None], more, 0.0)
+    tl.store(at, out.to(OUT.dtype.element_ty), mask=here)
+    tl.store(to, tl.where(whole != 0, top + tl.log(some), float("-inf")), mask=ok)
 
 
 _join_launcher = Launcher(_join_kernel)
 
 
 def join_piece(
-    out: Tensor,  # [..., d] fp32, contiguous: changed in place
-    lse: Tensor,  # [...] fp32, contiguous: changed in place
-    more: Tensor,  # [..., d] of any float type: attention to other tokens
-    more_lse: Tensor,  # [...] fp32
+    out: Tensor,  # [T, heads, d] is changed in place, neighbouring channels side by side
+    lse: Tensor,  # [T, heads] fp32 is changed in place
+    more: Tensor,  # [T, heads, d] of any float type: attention to other tokens
+    more_lse: Tensor,  # [T, heads] fp32; -inf: none of these is seen
+    factor: float = 1.0,  # of more
 ) -> None:
-    "Attention to both sets of tokens, in place. Raises ValueError for pieces that do not fit."
+    """Two attentions of the same queries to different tokens, as one. Raises ValueError for
+    pieces that do not fit."""
     if (
-        more.shape != out.shape
-        or lse.shape != out.shape[:-1]
-        or more_lse.shape != lse.shape
-        or not (out.is_contiguous() and lse.is_contiguous())
+        out.ndim != 3
+        or more.shape != out.shape
+        or out.stride(2) != 1
+        or not out.shape[:2] == lse.shape == more_lse.shape
     ):
         raise ValueError(
-            f"pieces must be contiguous and of one shape, got {list(out.shape)}, "
-            f"{list(lse.shape)} and {list(more.shape)}, {list(more_lse.shape)}"
+            "pieces must be [T, heads, d] alike, neighbouring channels side by side, their "
+            f"log-sum-exps [T, heads], got {list(out.shape)}, {list(lse.shape)} and "
+            f"{list(more.shape)}, {list(more_lse.shape)}"
         )
-    d, rows = out.shape[-1], lse.numel()
+    more = dense_channels(more)
+    d, rows = out.shape[2], lse.numel()
     named = dict(
         OUT=out,
+        **strides(out, "ot", "oh"),
         LSE=lse,
-        MORE=more.contiguous(),
-        MORE_LSE=more_lse.contiguous(),
+        **strides(lse, "lt", "lh"),
+        MORE=more,
+        **strides(more, "mt", "mh"),
+        MORE_LSE=more_lse,
+        **strides(more_lse, "nt", "nh"),
         rows=rows,
+        heads=out.shape[1],
+        factor=factor,
         D=d,
         DP=padded_size(d),
         ROWS=16,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WorkList', 'CodedRange', 'list_work', 'Workspace', 'count_splits', 'CellCall', 'LaunchOptions', 'CellReader',
-           'cell_arguments', 'CallerMemory', 'decode_cells', 'past_cells', 'join_past']
+           'cell_arguments', 'CallerMemory', 'decode_cells', 'past_cells']
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45bb009
 from dataclasses import dataclass
@@ -997,96 +997,3 @@ def past_cells(
         **plan.memory(cache),
     )
     _past_launcher((count, cache.shape[1], 1), named, {}, num_warps=4)
-
-# %% ../../nbs/reference/kernels_cell_attention.ipynb #45b0002b
-@triton.jit(do_not_specialize=["rows"])
-def _join_past_kernel(
-    OWN,
-    ot,
-    oh,
-    OWN_LSE,
-    lt,
-    lh,
-    PAST,
-    pt,
-    ph,
-    PAST_LSE,
-    mt,
-    mh,
-    rows,
-    heads,
-    factor,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-):
-    """M rows (token, head) of OWN become those of both parts, of which PAST is multiplied by a
-    factor."""
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    d = tl.arange(0, DP)
-    token = (row // heads).to(tl.int64)
-    head = (row % heads).to(tl.int64)
-    real = row < rows
-    own = tl.load(OWN_LSE + token * lt + head * lh, mask=real, other=0.0).to(tl.float32)
-    past = tl.load(PAST_LSE + token * mt + head * mh, mask=real, other=0.0).to(tl.float32)
-    top = tl.maximum(tl.maximum(own, past), -1e38)
-    a, b = tl.exp(own - top), tl.exp(past - top)
-    whole = a + b
-    whole = tl.where(whole == 0, 1.0, whole)
-    here = real[:, None] & (d < D)[None, :]
-    at = OWN + (token * ot + head * oh)[:, None] + d[None, :]
-    x = tl.load(at, mask=here, other=0.0).to(tl.float32) * (a / whole)[:, None]
-    y = (
-        tl.load(PAST + (token * pt + head * ph)[:, None] + d[None, :], mask=here, other=0.0).to(
-            tl.float32
-        )
-        * (b / whole * factor)[:, None]
-    )
-    tl.store(at, (x + tl.where((b > 0)[:, None], y, 0.0)).to(OWN.dtype.element_ty), mask=here)
-
-
-_join_launcher = Launcher(_join_past_kernel)
-
-
-def join_past(
-    own: Tensor,  # [T, Hq, d] is changed in place, neighbouring channels side by side
-    own_lse: Tensor,  # [T, Hq]
-    past: Tensor,  # [T, Hq, d]
-    past_lse: Tensor,  # [T, Hq]; -inf: no token of the past is seen
-    factor: float = 1.0,  # of past
-) -> None:
-    """Two attentions of the same queries to different tokens, as one. Raises ValueError for
-    tensors that do not fit."""
-    if (
-        own.ndim != 3
-        or own.shape != past.shape
-        or own.stride(2) != 1
-        or past.stride(2) != 1
-        or not own.shape[:2] == own_lse.shape == past_lse.shape
-    ):
-        raise ValueError(
-            "own and past must be [T, Hq, d] alike, their log-sum-exps [T, Hq], got "
-            f"{list(own.shape)}, {list(past.shape)}, {list(own_lse.shape)}, "
-            f"{list(past_lse.shape)}"
-        )
-    rows = own.shape[0] * own.shape[1]
-    heads = own.shape[1]
-    d = own.shape[2]
-    m = 16
-    named = dict(
-        OWN=own,
-        **strides(own, "ot", "oh"),
-        OWN_LSE=own_lse,
-        **strides(own_lse, "lt", "lh"),
-        PAST=past,
-        **strides(past, "pt", "ph"),
-        PAST_LSE=past_lse,
-        **strides(past_lse, "mt", "mh"),
-        rows=rows,
-        heads=heads,
-        factor=factor,
-        D=d,
-        DP=padded_size(d),
-        M=m,
-    )
-    _join_launcher(-(-rows // m), named, {}, num_warps=4)
