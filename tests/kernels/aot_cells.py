@@ -21,7 +21,7 @@ from turboquant_nb.kernels import (
     decode as decode_launch,
     decode_mma,
 )
-from turboquant_nb.kernels.cell_attention import _past_kernel, _work_kernel
+from turboquant_nb.kernels.cell_attention import _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
 from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
 from turboquant_nb.theory.rotation import make_rotation
@@ -202,18 +202,9 @@ def append(c, steps=4, centred=False, step=0):
     return compiled(cells._append_kernel, constants, num_warps=warps, num_stages=2)
 
 
-def past(c, codebook=None):
-    k, v = places(c, "key"), places(c, "value")
-    constants = sizes(c) | dict(
-        KA=k,
-        VA=v,
-        R=c.tokens // 4,
-        BR=16 if codebook or c.d_key > 256 else min(c.tokens, 64),
-        KB=c.key_bits,
-        VB=c.value_bits,
-    )
-    constants |= windows(c, codebook)
-    return compiled(_past_kernel, constants, num_warps=4)
+def past(c, side="key", codebook=None):
+    d, bits = (c.d_key, c.key_bits) if side == "key" else (c.d_value, c.value_bits)
+    return aot_decode.look_up(90, d, bits, side == "value", codebook, c.tokens, places(c, side))
 
 
 def recent(c, sinks=0):

@@ -191,6 +191,8 @@ def test_compiled_ahead_of_time():
         dict(kernel="read", by_token=True, d=80, bits=4, parts=2),
         dict(kernel="read", bits=2, rotary=128, capability=80),
         dict(kernel="join_piece"),
+        dict(kernel="look_up", bits=2, by_token=True, codebook="trellis"),
+        dict(kernel="look_up", bits=1, codebook="trellis"),
     ]
     rows = ahead_of_time(*cases, script="aot_decode.py")
     assert len(rows) == len(cases)

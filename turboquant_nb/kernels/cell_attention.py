@@ -180,18 +180,17 @@ from functools import lru_cache
 from .. import checks
 from ..cache.attention import Rule
 from ..cache.pages import CellLayout, Exact, Requests
+from .blocks import CellRun, level_table, look_up_planes
 from .cells import CellPlan, check_int32
 from turboquant_nb.kernels.decode import (
     add_splits,
     attend_exactly,
-    cell_planes,
     dense_channels,
     key_products,
     log_sum,
     padded_size,
     plain_queries,
     portable_kernel,
-    read_levels,
     rotate,
     soft_cap,
 )
@@ -203,7 +202,7 @@ from turboquant_nb.kernels.decode_mma import (
     gl,
     packaged_config,
 )
-from .encode import Launcher, device_properties, strides
+from .encode import device_properties, strides
 from .launch import select_kernel
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00013
@@ -895,57 +894,7 @@ def decode_cells(
     _join_parts(out, lse, reader, partition, named)
     return out, lse
 
-# %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00023
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
-def _past_kernel(
-    CELLS,
-    SCALES,
-    LEVELS,
-    TABLE,
-    K,
-    kt,
-    kh,
-    V,
-    vt,
-    vh,
-    block_stride,
-    head_stride,
-    tokens,
-    KA: tl.constexpr,
-    VA: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    KB: tl.constexpr,
-    VB: tl.constexpr,
-    KX: tl.constexpr,
-    VX: tl.constexpr,
-):
-    "One cell to dense rows: levels times scales, still rotated."
-    page, h = tl.program_id(0), tl.program_id(1)
-    cell = tl.load(TABLE + page).to(tl.int64) * block_stride + h.to(tl.int64) * head_stride
-    d, e = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
-    k_planes, _ = cell_planes(CELLS, SCALES, cell, KA)
-    v_planes, _ = cell_planes(CELLS, SCALES, cell, VA)
-    for i in range(0, 4 * R, BR):
-        t = i + tl.arange(0, BR)
-        at = (page * (4 * R) + t).to(tl.int64)[:, None]
-        here = at < tokens
-        quarter, r = (t // R)[:, None], t % R
-        k = read_levels(k_planes, LEVELS, 0, quarter, r, D, DP, R, KB, False, KX)
-        v = read_levels(v_planes, LEVELS + 16, 0, quarter, r, DV, DVP, R, VB, True, VX)
-        k *= tl.load(SCALES + cell // 2 + (KA.scales // 2 + t)).to(tl.float32)[:, None]
-        v *= tl.load(SCALES + cell // 2 + (VA.scales // 2 + t)).to(tl.float32)[:, None]
-        tl.store(K + at * kt + h * kh + d, k.to(K.dtype.element_ty), mask=here & (d < D))
-        tl.store(V + at * vt + h * vh + e, v.to(V.dtype.element_ty), mask=here & (e < DV))
-
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00024
-_past_launcher = Launcher(_past_kernel)
-
-
 def past_cells(
     cache: Tensor,  # [blocks, H, N, C] uint8
     plan: CellPlan,
@@ -972,28 +921,11 @@ def past_cells(
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
-    places = plan.offsets
-    wide = max(cell.d_key, cell.d_value) > 256
-    named = dict(
-        LEVELS=plan.tables.levels,
-        TABLE=table,
-        K=k,
-        **strides(k, "kt", "kh"),
-        V=v,
-        **strides(v, "vt", "vh"),
-        tokens=tokens,
-        KA=places[0],
-        VA=places[1],
-        D=cell.d_key,
-        DP=padded_size(cell.d_key),
-        DV=cell.d_value,
-        DVP=padded_size(cell.d_value),
-        R=cell.tokens // 4,
-        # what a window sees costs registers
-        BR=min(cell.tokens, 16 if any(plan.tables.chains) or wide else 64),
-        KB=cell.key_bits,
-        VB=cell.value_bits,
-        **plan.chains,
-        **plan.memory(cache),
-    )
-    _past_launcher((count, cache.shape[1], 1), named, {}, num_warps=4)
+    cells = cache.transpose(0, 1)[None]
+    scales = plan.memory(cache)["SCALES"]
+    sides = (k, plan.key, cell.key), (v, plan.value, cell.value)
+    for (x, q, layout), places in zip(sides, plan.offsets):
+        run = CellRun(table, tokens, scales, places)
+        known = level_table(q.code, torch.float32)
+        rows = x.transpose(0, 1)[None]
+        look_up_planes(rows, [cells], layout, slice(0, layout.d), *known, run)
