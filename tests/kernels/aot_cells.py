@@ -154,23 +154,26 @@ def join(
     listed=True,
     learnt=False,
 ):
-    constants = sizes(c)
+    constants = sizes(c) | dict.fromkeys(("HAS_START", "HAS_END"), False)
+    constants |= dict.fromkeys("SK WK SV WV START END sb ckb cvb".split())
     constants |= dict(
         Q=4,
         R=together,
         SB=max(2, min(16, 64 // together)),
-        N=16,
-        T=max(1, 16 // together),
-        OWN=True,
-        RECENT=recent,
-        ROTATED=rotated,
+        EB=max(1, 16 // together),
+        N=16 if recent else 0,
+        HAS_LENGTH=True,
+        FAST=not rotated,
         SLIDING=sliding,
         CAPPED=capped,
         LEARNT=learnt,
         LISTED=listed,
+        BLOCKS=True,
         PDL=True,
+        each_length=1,
     )
-    return compiled(cell_attention._join_kernel, constants, num_warps=4, launch_pdl=True)
+    types = TYPES | {"OUT_PARTS": "*fp32"}
+    return compiled(decode.combine_kernel, constants, types, num_warps=4, launch_pdl=True)
 
 
 def append(c, steps=4, centred=False, step=0):

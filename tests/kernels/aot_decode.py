@@ -153,6 +153,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         CAPPED=False,
         FAST=fast,
         PDL=capability >= 90,
+        **decode._NO_BLOCKS,
     )
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
     return compiled(decode.combine_kernel, constants, capability, types, **options)

@@ -183,16 +183,12 @@ from ..cache.pages import CellLayout, Exact, Requests
 from .blocks import CellRun, level_table, look_up_planes
 from .cells import CellPlan, check_int32
 from turboquant_nb.kernels.decode import (
-    add_splits,
-    attend_exactly,
+    combine_kernel,
     dense_channels,
-    key_products,
-    log_sum,
     padded_size,
     plain_queries,
     portable_kernel,
     rotate,
-    soft_cap,
 )
 from turboquant_nb.kernels.decode_mma import (
     Form,
@@ -204,288 +200,6 @@ from turboquant_nb.kernels.decode_mma import (
 )
 from .encode import device_properties, strides
 from .launch import select_kernel
-
-# %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00013
-@triton.jit
-def _own_tokens(
-    q,
-    b,
-    h,
-    i,
-    CK,
-    ckt,
-    ckh,
-    CV,
-    cvt,
-    cvh,
-    m,
-    length,
-    sliding_window,
-    cap_at,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    R: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
-    sum."""
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    top = tl.full([R], -1e30, tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, DVP], tl.float32)
-    for j in range(0, m):
-        token = (b * m + j).to(tl.int64)
-        k = tl.load(CK + token * ckt + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
-        v = tl.load(CV + token * cvt + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
-        s = tl.sum(q * k[None, :], 1)
-        if CAPPED:
-            s = soft_cap(s, cap_at)
-        seen = (j <= i) & (length > 0)
-        if SLIDING:
-            seen = seen & (j > i - sliding_window)
-        s = tl.where(seen, s * 1.4426950408889634, -1e30)
-        new = tl.maximum(top, s)
-        rescale = tl.exp2(top - new)
-        p = tl.where(seen, tl.exp2(s - new), 0.0)
-        acc = acc * rescale[:, None] + p[:, None] * v[None, :]
-        total = total * rescale + p
-        top = new
-    return top, total, acc
-
-
-@triton.jit
-def _recent_tokens(
-    q,
-    top,
-    total,
-    acc,
-    b,
-    h,
-    i,
-    NEAR,
-    nb,
-    nh,
-    nt,
-    NEAR_TABLE,
-    near_stride,
-    m,
-    length,
-    recent,
-    sinks,
-    sliding_window,
-    cap_at,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    N: tl.constexpr,
-    T: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Maximum, total and weighted sum after the exact tokens before the request's own, too, and
-    then its first ones, T at a time. A state is a key and then its value."""
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    for first in range(0, recent + sinks, T):
-        j = first + tl.arange(0, T)
-        oldest = length - m - recent
-        begins = j >= recent
-        t = tl.where(begins, j - recent, oldest + j)
-        there = (t >= 0) & (j < recent + sinks) & ((begins == 0) | (t < oldest))
-        # first tokens lie in the block of the token before the step, behind its recent ones
-        held = tl.where(begins, length - m - 1, t)
-        block = tl.load(
-            NEAR_TABLE + b.to(tl.int64) * near_stride + held // N, mask=there, other=0
-        ).to(tl.int64)
-        at = (block * nb + h * nh + tl.where(begins, N + t, t % N) * nt)[:, None]
-        k = tl.load(
-            NEAR + at + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
-        ).to(tl.float32)
-        v = tl.load(
-            NEAR + at + D + e[None, :], mask=there[:, None] & (e < DV)[None, :], other=0.0
-        ).to(tl.float32)
-        seen = there[None, :] & (i >= 0)[:, None]
-        if SLIDING:
-            seen = seen & (t[None, :] > (length - m + i - sliding_window)[:, None])
-        top, total, acc = attend_exactly(
-            key_products(q, k), v, seen, top, total, acc, cap_at, CAPPED
-        )
-    return top, total, acc
-
-
-@triton.jit(
-    do_not_specialize=[
-        "requests",
-        "splits",
-        "m",
-        "sliding_window",
-        "recent",
-        "sinks",
-        "near_stride",
-    ]
-)
-def _join_kernel(
-    PARTS,
-    LSE_PARTS,
-    OUT,
-    REST,
-    ot,
-    oh,
-    LSE,
-    QUERY,
-    qt,
-    qh,
-    CK,
-    ckt,
-    ckh,
-    CV,
-    cvt,
-    cvh,
-    NEAR,
-    nb,
-    nh,
-    nt,
-    NEAR_TABLE,
-    near_stride,
-    LENGTH,
-    WORK,
-    LOGITS,
-    requests,
-    splits,
-    heads,
-    group,
-    m,
-    recent,
-    sinks,
-    blocks,
-    sliding_window,
-    scaling,
-    cap_at,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    Q: tl.constexpr,
-    R: tl.constexpr,
-    SB: tl.constexpr,
-    N: tl.constexpr,
-    T: tl.constexpr,
-    LEARNT: tl.constexpr,
-    OWN: tl.constexpr,
-    RECENT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-    LISTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """R query rows of one KV head: its request's own tokens and all splits. What is still
-    ROTATED goes to REST."""
-    rows = group * m
-    programs = (rows + R - 1) // R
-    bh = tl.program_id(0) // programs
-    b, h = bh // heads, bh % heads
-    r = tl.program_id(0) % programs * R + tl.arange(0, R)
-    ok = r < rows
-    i = r % m
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    token = (b * m + i).to(tl.int64)
-    head = h * group + r // m
-    length = tl.load(LENGTH + b)
-    top = tl.full([R], float("-inf"), tl.float32)
-    whole = tl.zeros([R], tl.float32)
-    near = tl.zeros([R, DVP], tl.float32)
-    if OWN:
-        at = QUERY + (token * qt + head * qh)[:, None] + d[None, :]
-        q = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * scaling
-        top, whole, near = _own_tokens(
-            q=q,
-            b=b,
-            h=h,
-            i=i,
-            CK=CK,
-            ckt=ckt,
-            ckh=ckh,
-            CV=CV,
-            cvt=cvt,
-            cvh=cvh,
-            m=m,
-            length=length,
-            sliding_window=sliding_window,
-            cap_at=cap_at,
-            D=D,
-            DP=DP,
-            DV=DV,
-            DVP=DVP,
-            R=R,
-            SLIDING=SLIDING,
-            CAPPED=CAPPED,
-        )
-        if RECENT:
-            if PDL:
-                # a request may begin with blocks of another, which may have written their last
-                # token in this step
-                if (length - m) % 16 == 0:
-                    tl.extra.cuda.gdc_wait()
-            top, whole, near = _recent_tokens(
-                q=q,
-                top=top,
-                total=whole,
-                acc=near,
-                b=b,
-                h=h,
-                i=i,
-                NEAR=NEAR,
-                nb=nb,
-                nh=nh,
-                nt=nt,
-                NEAR_TABLE=NEAR_TABLE,
-                near_stride=near_stride,
-                m=m,
-                length=length,
-                recent=recent,
-                sinks=sinks,
-                sliding_window=sliding_window,
-                cap_at=cap_at,
-                D=D,
-                DP=DP,
-                DV=DV,
-                DVP=DVP,
-                N=N,
-                T=T,
-                SLIDING=SLIDING,
-                CAPPED=CAPPED,
-            )
-        top = tl.where(whole != 0, top, float("-inf"))  # NaN counts as seen
-    place0 = (bh * blocks + r // Q).to(tl.int64) * splits
-    used = splits
-    if LISTED:
-        begin = tl.load(WORK + 1 + b)
-        used = tl.load(WORK + 2 + b) - begin
-        place0 = (h * blocks + r // Q).to(tl.int64) * splits + begin
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    top, whole, near, far = add_splits(
-        PARTS, LSE_PARTS, place0, used, r, ok, top, whole, near, DV, DVP, Q, R, SB
-    )
-    norm, lse = log_sum(top, whole)
-    if LEARNT:  # one more score, of nothing
-        logit = tl.load(LOGITS + head, mask=ok, other=0.0).to(tl.float32)
-        most = tl.maximum(lse, logit)
-        all_lse = most + tl.log(tl.exp(lse - most) + tl.exp(logit - most))
-        norm = norm * tl.exp(all_lse - lse)
-        lse = all_lse
-    at = (token * ot + head * oh)[:, None] + e[None, :]
-    real = ok[:, None] & (e < DV)[None, :]
-    if ROTATED:
-        tl.store(REST + at, far / norm[:, None], mask=real)
-        tl.store(OUT + at, near / norm[:, None], mask=real)
-    else:
-        tl.store(OUT + at, ((near + far) / norm[:, None]).to(OUT.dtype.element_ty), mask=real)
-    tl.store(LSE + token * (heads * group) + head, lse, mask=ok)
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00015
 @lru_cache(maxsize=64)
@@ -625,7 +339,7 @@ class CellReader(NamedTuple):
 
 _JOIN, _PORTABLE, _FRAGMENTS = (
     frozenset(getattr(kernel, "arg_names", ()))
-    for kernel in (_join_kernel, portable_kernel, fragments_kernel)
+    for kernel in (combine_kernel, portable_kernel, fragments_kernel)
 )
 
 
@@ -671,20 +385,34 @@ def _join_parts(
     together = 1 << min(4, rows).bit_length() - 1 if many else 1  # a power of two
     near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     rest = out if fast else torch.empty_like(near)
-    _join_kernel[(named["requests"] * named["heads"] * -(-rows // together),)](
+    absent = dict.fromkeys("SK WK SV WV START END sb ckb cvb".split())
+    zeros = dict.fromkeys(("recent_from", "own", "length", "offset"), 0)
+    arguments = _only(_JOIN, named) | absent | zeros | strides(near, "ot", "oh")
+    arguments |= dict(
+        OUT_PARTS=named["PARTS"],
         OUT=near,
         REST=rest,
-        **strides(near, "ot", "oh"),
         LSE=lse,
-        T=16 if interpreted else max(1, 16 // together),
+        sh=named["qh"],
+        sn=named["qt"],
+        ckn=named["ckt"],
+        cvn=named["cvt"],
+        n=named["m"],
+        chunk=named["m"],
+        each_length=1,
+        N=named["N"] if named["RECENT"] else 0,
+        EB=(16 if interpreted else max(1, 16 // together)) if named["OWN"] else 0,
         Q=reader.rows,
         R=together,
         SB=max(2, min(16, 64 // together)),
-        ROTATED=not fast,
+        HAS_START=False,
+        HAS_END=False,
+        HAS_LENGTH=True,
+        BLOCKS=True,
         PDL=reader.pdl,
-        **_only(_JOIN, named),
-        num_warps=4,
-        **({"launch_pdl": True} if reader.pdl else {}),
+    )
+    combine_kernel[(named["requests"] * named["heads"] * -(-rows // together),)](
+        **arguments, num_warps=4, **({"launch_pdl": True} if reader.pdl else {})
     )
     if not fast:
         reader.unrotate(out, near, rest)

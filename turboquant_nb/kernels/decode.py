@@ -568,6 +568,101 @@ def _exact_tokens(
         )
     return m, total, acc
 
+# %% ../../nbs/19_decode.ipynb #4fa23207
+@triton.jit
+def _own_tokens(
+    q,
+    b,
+    h,
+    i,
+    keys,
+    values,
+    tokens,
+    cap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    R: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
+    sum."""
+    CK, ckh, ckn = keys
+    CV, cvh, cvn = values
+    d, e = tl.arange(0, DP), tl.arange(0, DVP)
+    top = tl.full([R], -1e30, tl.float32)
+    total = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, DVP], tl.float32)
+    for j in range(0, tokens.chunk):
+        token = (b * tokens.chunk + j).to(tl.int64)
+        k = tl.load(CK + token * ckn + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
+        v = tl.load(CV + token * cvn + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
+        s = tl.sum(q * k[None, :], 1)
+        if CAPPED:
+            s = soft_cap(s, cap)
+        seen = (j <= i) & (tokens.length > 0)
+        if SLIDING:
+            seen = seen & (j > i - tokens.sliding_window)
+        s = tl.where(seen, s * 1.4426950408889634, -1e30)
+        new = tl.maximum(top, s)
+        rescale = tl.exp2(top - new)
+        p = tl.where(seen, tl.exp2(s - new), 0.0)
+        acc = acc * rescale[:, None] + p[:, None] * v[None, :]
+        total = total * rescale + p
+        top = new
+    return top, total, acc
+
+
+@triton.jit
+def _block_tokens(
+    q,
+    top,
+    total,
+    acc,
+    b,
+    h,
+    i,
+    near,
+    tokens,
+    cap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    DV: tl.constexpr,
+    DVP: tl.constexpr,
+    N: tl.constexpr,
+    EB: tl.constexpr,
+    SLIDING: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Maximum, total and weighted sum after the exact tokens before the request's own, too, and
+    then its first ones, EB at a time. near: their memory and table, with strides."""
+    NEAR, nb, nh, nt, TABLE, stride = near
+    recent, past = tokens.recent, tokens.length - tokens.chunk
+    d, e = tl.arange(0, DP), tl.arange(0, DVP)
+    for j0 in range(0, recent + tokens.sinks, EB):
+        j = j0 + tl.arange(0, EB)
+        oldest = past - recent
+        begins = j >= recent
+        t = tl.where(begins, j - recent, oldest + j)
+        there = (t >= 0) & (j < recent + tokens.sinks) & ((begins == 0) | (t < oldest))
+        # first tokens lie in the block of the token before the step, behind its recent ones
+        held = tl.where(begins, past - 1, t)
+        block = tl.load(TABLE + b.to(tl.int64) * stride + held // N, mask=there, other=0)
+        slot = tl.where(begins, N + t, t % N)
+        at = (block.to(tl.int64) * nb + h * nh + slot * nt)[:, None]
+        k_seen, v_seen = there[:, None] & (d < D)[None, :], there[:, None] & (e < DV)[None, :]
+        k = tl.load(NEAR + at + d[None, :], mask=k_seen, other=0.0).to(tl.float32)
+        v = tl.load(NEAR + at + D + e[None, :], mask=v_seen, other=0.0).to(tl.float32)
+        seen = there[None, :] & (i >= 0)[:, None]
+        if SLIDING:
+            seen = seen & (t[None, :] > (past + i - tokens.sliding_window)[:, None])
+        top, total, acc = attend_exactly(
+            key_products(q, k), v, seen, top, total, acc, cap, CAPPED
+        )
+    return top, total, acc
+
 # %% ../../nbs/19_decode.ipynb #faad4c72
 @triton.jit(
     do_not_specialize=[
@@ -578,6 +673,7 @@ def _exact_tokens(
         "length",
         "offset",
         "sliding_window",
+        "near_stride",
     ]
 )
 def combine_kernel(
@@ -636,9 +732,24 @@ def combine_kernel(
     CAPPED: tl.constexpr,
     FAST: tl.constexpr,
     PDL: tl.constexpr,
+    ot=None,
+    oh=None,
+    NEAR=None,
+    nb=None,
+    nh=None,
+    nt=None,
+    NEAR_TABLE=None,
+    near_stride=None,
+    WORK=None,
+    LOGITS=None,
+    N: tl.constexpr = 0,
+    BLOCKS: tl.constexpr = False,
+    LISTED: tl.constexpr = False,
+    LEARNT: tl.constexpr = False,
 ):
     """R query rows of one KV head: exact tokens and splits, weighted by their sums. Rotated
-    parts go to REST unless FAST."""
+    parts go to REST unless FAST. BLOCKS: of an engine's request, whose tokens lie one behind
+    the other and its recent ones, N to a block, where a table says."""
     rows = group * n
     parts = (rows + R - 1) // R
     bh = tl.program_id(0) // parts
@@ -646,6 +757,7 @@ def combine_kernel(
     ok = r < rows
     b, h = bh // heads, bh % heads
     e = tl.arange(0, DVP)
+    token, head = (b * n + r % n).to(tl.int64), h * group + r // n
     top = tl.full([R], float("-inf"), tl.float32)
     whole = tl.zeros([R], tl.float32)
     near = tl.zeros([R, DVP], tl.float32)
@@ -659,41 +771,90 @@ def combine_kernel(
         if HAS_END:
             stop = tl.load(END + b).to(tl.int32)
         d = tl.arange(0, DP)[None, :]
-        here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
+        if BLOCKS:
+            here = (QUERY + token * sn + head * sh)[:, None]
+        else:
+            here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
-        keys, values = (SK, WK, CK, ckb, ckh, ckn), (SV, WV, CV, cvb, cvh, cvn)
         tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
-        m, whole, near = _exact_tokens(
-            q,
-            b,
-            h,
-            bh.to(tl.int64),
-            length - n + r % n,
-            keys,
-            values,
-            start,
-            stop,
-            tokens,
-            cap_at,
-            D=D,
-            DP=DP,
-            DV=DV,
-            DVP=DVP,
-            R=R,
-            EB=EB,
-            SLIDING=SLIDING,
-            CAPPED=CAPPED,
-        )
+        if BLOCKS:
+            keys, values = (CK, ckh, ckn), (CV, cvh, cvn)
+            m, whole, near = _own_tokens(
+                q, b, h, r % n, keys, values, tokens, cap_at, D, DP, DV, DVP, R, SLIDING, CAPPED
+            )
+            if N > 0:
+                if PDL:
+                    # a request may begin with blocks of another, which may have written their
+                    # last token in this step
+                    if (length - n) % 16 == 0:
+                        tl.extra.cuda.gdc_wait()
+                m, whole, near = _block_tokens(
+                    q,
+                    m,
+                    whole,
+                    near,
+                    b,
+                    h,
+                    r % n,
+                    (NEAR, nb, nh, nt, NEAR_TABLE, near_stride),
+                    tokens,
+                    cap_at,
+                    D=D,
+                    DP=DP,
+                    DV=DV,
+                    DVP=DVP,
+                    N=N,
+                    EB=EB,
+                    SLIDING=SLIDING,
+                    CAPPED=CAPPED,
+                )
+        else:
+            keys, values = (SK, WK, CK, ckb, ckh, ckn), (SV, WV, CV, cvb, cvh, cvn)
+            m, whole, near = _exact_tokens(
+                q,
+                b,
+                h,
+                bh.to(tl.int64),
+                length - n + r % n,
+                keys,
+                values,
+                start,
+                stop,
+                tokens,
+                cap_at,
+                D=D,
+                DP=DP,
+                DV=DV,
+                DVP=DVP,
+                R=R,
+                EB=EB,
+                SLIDING=SLIDING,
+                CAPPED=CAPPED,
+            )
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
     first = (bh * blocks + r // Q).to(tl.int64) * splits
+    used = splits
+    if LISTED:
+        begin = tl.load(WORK + 1 + b)
+        used = tl.load(WORK + 2 + b) - begin
+        first = (h * blocks + r // Q).to(tl.int64) * splits + begin
     if PDL:
         tl.extra.cuda.gdc_wait()
     top, whole, near, far = add_splits(
-        OUT_PARTS, LSE_PARTS, first, splits, r, ok, top, whole, near, DV, DVP, Q, R, SB
+        OUT_PARTS, LSE_PARTS, first, used, r, ok, top, whole, near, DV, DVP, Q, R, SB
     )
     norm, lse = log_sum(top, whole)
     row = bh.to(tl.int64) * rows + r
     at = row[:, None] * DV + e[None, :]
+    if BLOCKS:
+        row = token * (heads * group) + head
+        at = (token * ot + head * oh)[:, None] + e[None, :]
+        if LEARNT:  # one more score, of nothing
+            logit = tl.load(LOGITS + head, mask=ok, other=0.0).to(tl.float32)
+            most = tl.maximum(lse, logit)
+            all_lse = most + tl.log(tl.exp(lse - most) + tl.exp(logit - most))
+            norm = norm * tl.exp(all_lse - lse)
+            lse = all_lse
     mask = ok[:, None] & (e < DV)[None, :]
     if FAST:
         tl.store(OUT + at, ((near + far) / norm[:, None]).to(OUT.dtype.element_ty), mask=mask)
@@ -1089,6 +1250,9 @@ class Parts(NamedTuple):
 
 # %% ../../nbs/19_decode.ipynb #cbd2269f
 _combine_launcher = Launcher(combine_kernel)
+# None: Triton compiles the kernel without them
+_NO_BLOCKS = dict.fromkeys("ot oh NEAR nb nh nt NEAR_TABLE near_stride WORK LOGITS".split())
+_NO_BLOCKS |= dict(N=0, BLOCKS=False, LISTED=False, LEARNT=False)
 _COMBINE_SLOTS = NUMBER_SLOTS | dict(
     OUT_PARTS="parts", LSE_PARTS="lse_parts", OUT="out", LSE="lse", REST="out", QUERY="q"
 )
@@ -1144,6 +1308,7 @@ def combine(
     named = (
         shared
         | exact
+        | _NO_BLOCKS
         | dict(
             OUT_PARTS=parts.out,
             LSE_PARTS=parts.lse,
