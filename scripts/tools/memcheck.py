@@ -26,7 +26,7 @@ import torch
 from turboquant_nb.kernels import blocks, encode as append, encode as encode_launch, launch, ops
 from turboquant_nb.kernels.cell_attention import LaunchOptions, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
-from turboquant_nb.kernels.cell_attention import join_past, past_cells
+from turboquant_nb.kernels.cell_attention import past_cells
 from turboquant_nb.kernels.cells import append_recent, locate_sinks
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.calibration import LayerFrame
@@ -138,10 +138,10 @@ def store_case(case):
             x.isfinite().all() for x in blocks.read_block(store, tables, 3, store.length - 7)
         )
     pieces = [
-        torch.randn(7, d, device=DEVICE),
-        torch.randn(7, device=DEVICE),
-        states(7, d),
-        torch.randn(7, device=DEVICE),
+        torch.randn(7, 1, d, device=DEVICE),
+        torch.randn(7, 1, device=DEVICE),
+        states(7, 1, d),
+        torch.randn(7, 1, device=DEVICE),
     ]
     blocks.join_piece(*pieces)
     assert pieces[0].isfinite().all()
@@ -247,7 +247,7 @@ def cell_case(case):
         torch.empty(2 * n + 5, heads, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)
     )
     past_cells(cache, plan, table[0], 2 * n + 5, k, v)
-    join_past(out, lse, out.clone(), lse.clone())
+    blocks.join_piece(out, lse, out.clone(), lse.clone())
     done(
         f"blocks of {n}, {heads} KV heads, group {group}, d={d}, {k_bits}/{v_bits} bits, {m} "
         f"query tokens, {'a' if centred else 'no'} centre"

@@ -17,7 +17,12 @@ _PLAN = "of the target of an encode, which is no object any more"
 _WEB = "of the side-by-side page, which is a conversation now"
 _INSTALL = "by `checks.missing`, with the repository's address: no index has the package"
 _HEAD = "of a GGUF file; its library says so, and cli/app that it is damaged"
+_JOIN = "by `blocks.join_piece`, which joins the pieces of a store and of an engine"
 GONE: dict[str, str] = {
+    "own and past must be [T, Hq, d] alike, their log-sum-exps [T, Hq], got {}, {}, {}, {}": (
+        _JOIN
+    ),
+    "pieces must be contiguous and of one shape, got {}, {} and {}, {}": _JOIN,
     "this package is imported but not installed, so vLLM cannot find its backend: pip install "
     "turboquant-nb": _INSTALL,
     "vLLM is not installed in this environment: pip install 'turboquant-nb[vllm]'": _INSTALL,

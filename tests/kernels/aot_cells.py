@@ -21,30 +21,16 @@ from turboquant_nb.kernels import (
     decode as decode_launch,
     decode_mma,
 )
-from turboquant_nb.kernels.cell_attention import _join_past_kernel, _past_kernel, _work_kernel
+from turboquant_nb.kernels.cell_attention import _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
 from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
 from turboquant_nb.theory.rotation import make_rotation
 
 TYPES = aot_decode.TYPES | dict.fromkeys(
-    (
-        "ROTATED",
-        "LEVELS",
-        "PARTS",
-        "LSE_PARTS",
-        "REST",
-        "KTAB",
-        "VTAB",
-        "MEAN",
-        "CENTER",
-        "OWN_LSE",
-        "PAST_LSE",
-    ),
+    ("ROTATED", "LEVELS", "PARTS", "LSE_PARTS", "REST", "KTAB", "VTAB", "MEAN", "CENTER"),
     "*fp32",
 )
-TYPES |= dict.fromkeys(
-    ("OUT", "KX", "VX", "KW", "VW", "K", "V", "OWN", "PAST", "NEAR"), "*bf16"
-) | dict(
+TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "NEAR"), "*bf16") | dict(
     CELLS="*u8",
     SCALES="*fp16",
     LUT="*i32",
@@ -60,9 +46,7 @@ TYPES |= dict.fromkeys(
     factor="fp32",
 )
 PLANES = "K0 K1 K2 V0 V1 V2".split()
-STRIDES = (
-    "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt".split()
-)
+STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh nt".split()
 
 
 def places(c, side):
@@ -170,23 +154,26 @@ def join(
     listed=True,
     learnt=False,
 ):
-    constants = sizes(c)
+    constants = sizes(c) | dict.fromkeys(("HAS_START", "HAS_END"), False)
+    constants |= dict.fromkeys("SK WK SV WV START END sb ckb cvb".split())
     constants |= dict(
         Q=4,
         R=together,
         SB=max(2, min(16, 64 // together)),
-        N=16,
-        T=max(1, 16 // together),
-        OWN=True,
-        RECENT=recent,
-        ROTATED=rotated,
+        EB=max(1, 16 // together),
+        N=16 if recent else 0,
+        HAS_LENGTH=True,
+        FAST=not rotated,
         SLIDING=sliding,
         CAPPED=capped,
         LEARNT=learnt,
         LISTED=listed,
+        BLOCKS=True,
         PDL=True,
+        each_length=1,
     )
-    return compiled(cell_attention._join_kernel, constants, num_warps=4, launch_pdl=True)
+    types = TYPES | {"OUT_PARTS": "*fp32"}
+    return compiled(decode.combine_kernel, constants, types, num_warps=4, launch_pdl=True)
 
 
 def append(c, steps=4, centred=False, step=0):
@@ -218,18 +205,9 @@ def append(c, steps=4, centred=False, step=0):
     return compiled(cells._append_kernel, constants, num_warps=warps, num_stages=2)
 
 
-def past(c, codebook=None):
-    k, v = places(c, "key"), places(c, "value")
-    constants = sizes(c) | dict(
-        KA=k,
-        VA=v,
-        R=c.tokens // 4,
-        BR=16 if codebook or c.d_key > 256 else min(c.tokens, 64),
-        KB=c.key_bits,
-        VB=c.value_bits,
-    )
-    constants |= windows(c, codebook)
-    return compiled(_past_kernel, constants, num_warps=4)
+def past(c, side="key", codebook=None):
+    d, bits = (c.d_key, c.key_bits) if side == "key" else (c.d_value, c.value_bits)
+    return aot_decode.look_up(90, d, bits, side == "value", codebook, c.tokens, places(c, side))
 
 
 def recent(c, sinks=0):
@@ -244,14 +222,6 @@ def sinks(c):
 
 def work(c, sliding=False):
     return compiled(_work_kernel, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1)
-
-
-def join_past(c):
-    return compiled(
-        _join_past_kernel,
-        dict(D=c.d_value, DP=decode_launch.padded_size(c.d_value), M=16),
-        num_warps=4,
-    )
 
 
 if __name__ == "__main__":

@@ -153,6 +153,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         CAPPED=False,
         FAST=fast,
         PDL=capability >= 90,
+        **decode._NO_BLOCKS,
     )
     options = dict(num_warps=4, **({"launch_pdl": True} if capability >= 90 else {}))
     return compiled(decode.combine_kernel, constants, capability, types, **options)
@@ -231,17 +232,36 @@ def transform(capability=90, d=128, rows=4):
     return built
 
 
-def look_up(capability=90, d=128, bits=3, by_token=False):
-    "The kernel that looks symbols of any code up."
+def look_up(capability=90, d=128, bits=3, by_token=False, codebook=None, page=256, cell=None):
+    """The kernel that looks symbols up; codebook: of a trellis code, whose windows it looks up;
+    page: tokens of a tile; cell: where the planes are in an engine's blocks."""
     types = (
         TYPES
         | dict.fromkeys(("P0", "P1", "P2"), "*u8")
-        | dict.fromkeys(("OUT", "TABLE"), "*fp16")
-        | dict(CHANNELS="*i32", ob="i64", s0="i64", s1="i64", s2="i64")
+        | dict.fromkeys(("OUT", "TABLE", "SCALES"), "*fp16")
+        | dict.fromkeys(("CHANNELS", "CHAIN", "PAGES"), "*i32")
+        | dict.fromkeys(("oh", "h0", "h1", "h2"), "i64")
     )
-    padded = decode_launch.padded_size(d)
-    constants = dict(D=d, DP=padded, R=64, ROWS=16, BITS=bits, BY_TOKEN=by_token, RANGE=True)
-    return compiled(blocks._look_up_kernel, constants, capability, types, num_warps=4)
+    windows = find_code(Spec(bits, codebook=codebook), d).windows if codebook else None
+    constants = dict(
+        D=d,
+        DP=decode_launch.padded_size(d),
+        R=page // 4,
+        ROWS=16,
+        BITS=bits,
+        BY_TOKEN=by_token,
+        RANGE=True,
+        HELD=len(windows.channels) - 1 if codebook else 0,
+        LAST=len(windows.levels) - 1 if codebook else 0,
+        PAGED=cell is not None,
+        AT=cell,
+    )
+    if cell is not None:
+        types |= dict(OUT="*bf16", TABLE="*fp32")
+    strides = "oh ot h0 h1 h2 block_stride".split()
+    fn = blocks._look_up_kernel
+    warps = 8 if codebook or d > 256 else 4
+    return compiled(fn, constants, capability, types, strides=strides, num_warps=warps)
 
 
 def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
@@ -265,6 +285,14 @@ def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
         ASM=True,
     )
     return compiled(blocks._read_kernel, constants, capability, types, num_warps=4)
+
+
+def join_piece(d=128):
+    "The kernel that joins two pieces in place."
+    types = TYPES | dict.fromkeys(("OUT", "MORE"), "*bf16") | {"MORE_LSE": "*fp32"}
+    constants = dict(D=d, DP=decode_launch.padded_size(d), ROWS=16)
+    strides = "ot oh mt mh".split()
+    return compiled(blocks._join_kernel, constants, types=types, strides=strides, num_warps=4)
 
 
 def usage(built, capability=90):
@@ -304,6 +332,8 @@ if __name__ == "__main__":
             "pre_rope": pre_rope,
             "transform": transform,
             "read": read,
+            "join_piece": join_piece,
+            "look_up": look_up,
         }[case.get("kernel", "decode")]
         built = make(**{k: v for k, v in case.items() if k != "kernel"})
         print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

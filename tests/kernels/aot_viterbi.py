@@ -1,6 +1,6 @@
-"""Compile the Viterbi kernel and the look-up by windows for GPUs that are not there, and print
-registers, spilled bytes and shared memory of each variant as JSON lines; run by test_viterbi.py
-in a process of its own, because the interpreter and the compiler exclude each other."""
+"""Compile the kernels that search symbols for GPUs that are not there, and print registers,
+spilled bytes and shared memory of each variant as JSON lines; run by test_viterbi.py in a
+process of its own, because the interpreter and the compiler exclude each other."""
 
 import json
 import sys
@@ -9,13 +9,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
-from turboquant_nb.kernels import blocks, viterbi
+from turboquant_nb.kernels import viterbi
 from turboquant_nb.quant.codes import find_code
 from turboquant_nb.quant.quantizer import Spec
 
 TYPES = dict.fromkeys(("X", "LEVELS", "BY_WINDOW", "DOT", "SQUARE"), "*fp32")
-TYPES |= dict(BACK="*i32", count="i32", ob="i64", s0="i32", s1="i32")
-TYPES |= dict(P0="*u8", P1="*u8", TABLE="*fp16", CHAIN="*i32", width="i32")
+TYPES |= dict(BACK="*i32", count="i32")
 
 
 def compiled(kernel, out, constants, capability, warps):
@@ -23,7 +22,7 @@ def compiled(kernel, out, constants, capability, warps):
     return aot_decode.compiled(kernel, constants, capability, types, num_warps=warps)
 
 
-def build(kernel, bits, codebook, capability=90, d=128, block=32, along="token"):
+def build(kernel, bits, codebook, capability=90, d=128, block=32):
     "The kernel for a code of d channels."
     code = find_code(Spec(bits, codebook=codebook), d)
     t, circular = code.trellis, code.trellis.start == "tail"
@@ -31,12 +30,8 @@ def build(kernel, bits, codebook, capability=90, d=128, block=32, along="token")
         sizes = dict(N=d, MASKS=t.masks, S=t.states, BITS=bits, TURNS=1 + circular, B=block)
         return compiled(viterbi._viterbi_kernel, "*i32", sizes, capability, block // 32)
     held, turns = -(-t.length // bits) - 1, 1 + circular
-    if kernel == "few":
-        sizes = dict(N=d, NP=d, S=t.states, BITS=bits, HELD=held, TURNS=turns)
-        return compiled(viterbi._few_kernel, "*u8", sizes, capability, 1)
-    sizes = dict(D=d, DP=d, R=64, ROWS=16, BITS=bits, BY_TOKEN=along == "token")
-    sizes |= dict(LAST=(1 << t.length) - 1, HELD=held)
-    return compiled(blocks._window_kernel, "*fp16", sizes, capability, 4)
+    sizes = dict(N=d, NP=d, S=t.states, BITS=bits, HELD=held, TURNS=turns)
+    return compiled(viterbi._few_kernel, "*u8", sizes, capability, 1)
 
 
 if __name__ == "__main__":

@@ -114,23 +114,30 @@ def test_more_refusals():
 @needs_triton
 @pytest.mark.parametrize("d, dtype", ((16, torch.float32), (80, torch.float16)))
 def test_pieces_join(d, dtype):
-    """A piece in any dtype joins another: NaN stays in its row, a row of which one piece saw
-    nothing is the other's, and one that saw nothing stays 0."""
+    """A piece in any dtype joins another, each with strides of its own, and times a factor: NaN
+    stays in its row, a row of which one piece saw nothing is the other's, whatever that one
+    holds there, and one that saw nothing stays 0."""
     g = torch.Generator().manual_seed(0)
-    one, two = torch.randn(2, 9, d, generator=g).to(DEVICE)
-    lse, other = (4 * torch.randn(2, 9, generator=g)).to(DEVICE)
-    one[2], lse[1], lse[2], other[2] = 0, -torch.inf, -torch.inf, -torch.inf
-    other[3], other[8] = -torch.inf, torch.nan
+    one, two = torch.randn(2, 3, 3, 2 * d, generator=g)[..., :d].to(DEVICE)
+    two = two.transpose(0, 1)  # heads lie before tokens
+    lse, other = (4 * torch.randn(2, 3, 3, generator=g)).to(DEVICE)
+    lse = lse.T
+    one[0, 2], lse[0, 1], lse[0, 2], other[0, 2] = 0, -torch.inf, -torch.inf, -torch.inf
+    other[1, 0], other[2, 2] = -torch.inf, torch.nan
     whole = torch.logaddexp(lse, other)
-    want = (lse - whole).exp()[:, None] * one + (other - whole).exp()[:, None] * two
-    blocks.join_piece(one, lse, two.to(dtype), other)
-    rows = [0, 1, 3, 4, 5, 6, 7]
-    assert (one - want)[rows].abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
-    assert (lse - whole)[rows].abs().max() < 1e-5
-    assert not one[2].any() and lse[2] == -torch.inf
-    assert one[8].isnan().all() and lse[8].isnan()
-    with pytest.raises(ValueError, match="contiguous and of one shape"):
-        blocks.join_piece(one.mT, lse, one, lse)
+    want = (lse - whole).exp()[..., None] * one + (other - whole).exp()[..., None] * two
+    two = two.to(dtype) / 2
+    two[1, 0] = torch.nan
+    blocks.join_piece(one, lse, two, other, factor=2.0)
+    seen = torch.ones(3, 3, dtype=torch.bool)
+    seen[0, 2] = seen[2, 2] = False
+    assert (one - want)[seen].abs().max() < (1e-5 if dtype == torch.float32 else 2e-3)
+    assert (lse - whole)[seen].abs().max() < 1e-5
+    assert not one[0, 2].any() and lse[0, 2] == -torch.inf
+    assert one[2, 2].isnan().all() and lse[2, 2].isnan()
+    for wrong in ((one.mT, lse, one.mT, lse), (one, lse[:2], two, other), (one[0], lse[0]) * 2):
+        with pytest.raises(ValueError, match="pieces must be .* side by side"):
+            blocks.join_piece(*wrong)
 
 
 @needs_gpu
@@ -183,6 +190,9 @@ def test_compiled_ahead_of_time():
     cases = [
         dict(kernel="read", by_token=True, d=80, bits=4, parts=2),
         dict(kernel="read", bits=2, rotary=128, capability=80),
+        dict(kernel="join_piece"),
+        dict(kernel="look_up", bits=2, by_token=True, codebook="trellis"),
+        dict(kernel="look_up", bits=1, codebook="trellis"),
     ]
     rows = ahead_of_time(*cases, script="aot_decode.py")
     assert len(rows) == len(cases)

@@ -16,7 +16,7 @@ from turboquant_nb.cache.pages import (
     sink_origins,
     store_recent,
 )
-from turboquant_nb.kernels import cell_attention, cells, encode as launcher
+from turboquant_nb.kernels import blocks as kernel_blocks, cells, encode as launcher
 from turboquant_nb.kernels.cell_attention import (
     CallerMemory,
     LaunchOptions,
@@ -478,7 +478,7 @@ def test_kernels_are_searched_for_once(monkeypatch):
         cells._append_launcher,
         cells._recent_launcher,
         cells._sinks_launcher,
-        cell_attention._past_launcher,
+        kernel_blocks._look_up_launcher,
     ):
         kernels.append(FoundOnce(of.kernel))
         monkeypatch.setattr(of, "kernel", kernels[-1])
@@ -531,12 +531,11 @@ COMPILED = [
     dict(kernel="join", recent=True, learnt=True, together=16),
     dict(kernel="append", steps=1, step=1),
     dict(kernel="past", tokens=256, **THREE),
-    dict(kernel="past", d=512, tokens=128),
+    dict(kernel="past", d=512, tokens=128, side="value"),
     dict(kernel="recent", sinks=4),
     dict(kernel="work", sliding=True),
     dict(kernel="sinks"),
     dict(kernel="portable", **TWO),
-    dict(kernel="join_past"),
 ]
 
 

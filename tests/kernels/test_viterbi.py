@@ -120,8 +120,6 @@ LIMITS = [  # arguments of `build`, registers a thread, KB of shared memory
     (dict(kernel="viterbi", bits=3, codebook="trellis"), 96, 0),
     (dict(kernel="few", bits=2, codebook="trellis"), 72, 0),
     (dict(kernel="few", bits=1, codebook="trellis"), 72, 0),
-    (dict(kernel="windows", bits=2, codebook="trellis"), 160, 16),
-    (dict(kernel="windows", bits=3, codebook="trellis", along="channel"), 160, 0),
 ]
 LIMITS = LIMITS if SLOW else LIMITS[::2]
 

@@ -217,7 +217,7 @@ def test_an_engine_is_prepared_for_its_own_pages(window, monkeypatch):
     """Those of a layer with a sliding window are cut for first tokens too, though it keeps
     none: kernels are compiled for the recent tokens of a page."""
     config, near = ServingConfig("k2v2"), []
-    for name in ("append_cells", "join_past", "past_cells", "locate_sinks"):
+    for name in ("append_cells", "join_piece", "past_cells", "locate_sinks"):
         monkeypatch.setattr(step, name, lambda *a, **k: None)
     monkeypatch.setattr(step, "append_recent", lambda pages, *a, **k: near.append(pages))
     monkeypatch.setattr(CodedAttention, "_decode", lambda *a, **k: None)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WorkList', 'CodedRange', 'list_work', 'Workspace', 'count_splits', 'CellCall', 'LaunchOptions', 'CellReader',
-           'cell_arguments', 'CallerMemory', 'decode_cells', 'past_cells', 'join_past']
+           'cell_arguments', 'CallerMemory', 'decode_cells', 'past_cells']
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45bb009
 from dataclasses import dataclass
@@ -180,20 +180,15 @@ from functools import lru_cache
 from .. import checks
 from ..cache.attention import Rule
 from ..cache.pages import CellLayout, Exact, Requests
+from .blocks import CellRun, level_table, look_up_planes
 from .cells import CellPlan, check_int32
 from turboquant_nb.kernels.decode import (
-    add_splits,
-    attend_exactly,
-    cell_planes,
+    combine_kernel,
     dense_channels,
-    key_products,
-    log_sum,
     padded_size,
     plain_queries,
     portable_kernel,
-    read_levels,
     rotate,
-    soft_cap,
 )
 from turboquant_nb.kernels.decode_mma import (
     Form,
@@ -203,290 +198,8 @@ from turboquant_nb.kernels.decode_mma import (
     gl,
     packaged_config,
 )
-from .encode import Launcher, device_properties, strides
+from .encode import device_properties, strides
 from .launch import select_kernel
-
-# %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00013
-@triton.jit
-def _own_tokens(
-    q,
-    b,
-    h,
-    i,
-    CK,
-    ckt,
-    ckh,
-    CV,
-    cvt,
-    cvh,
-    m,
-    length,
-    sliding_window,
-    cap_at,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    R: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
-    sum."""
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    top = tl.full([R], -1e30, tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, DVP], tl.float32)
-    for j in range(0, m):
-        token = (b * m + j).to(tl.int64)
-        k = tl.load(CK + token * ckt + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
-        v = tl.load(CV + token * cvt + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
-        s = tl.sum(q * k[None, :], 1)
-        if CAPPED:
-            s = soft_cap(s, cap_at)
-        seen = (j <= i) & (length > 0)
-        if SLIDING:
-            seen = seen & (j > i - sliding_window)
-        s = tl.where(seen, s * 1.4426950408889634, -1e30)
-        new = tl.maximum(top, s)
-        rescale = tl.exp2(top - new)
-        p = tl.where(seen, tl.exp2(s - new), 0.0)
-        acc = acc * rescale[:, None] + p[:, None] * v[None, :]
-        total = total * rescale + p
-        top = new
-    return top, total, acc
-
-
-@triton.jit
-def _recent_tokens(
-    q,
-    top,
-    total,
-    acc,
-    b,
-    h,
-    i,
-    NEAR,
-    nb,
-    nh,
-    nt,
-    NEAR_TABLE,
-    near_stride,
-    m,
-    length,
-    recent,
-    sinks,
-    sliding_window,
-    cap_at,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    N: tl.constexpr,
-    T: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Maximum, total and weighted sum after the exact tokens before the request's own, too, and
-    then its first ones, T at a time. A state is a key and then its value."""
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    for first in range(0, recent + sinks, T):
-        j = first + tl.arange(0, T)
-        oldest = length - m - recent
-        begins = j >= recent
-        t = tl.where(begins, j - recent, oldest + j)
-        there = (t >= 0) & (j < recent + sinks) & ((begins == 0) | (t < oldest))
-        # first tokens lie in the block of the token before the step, behind its recent ones
-        held = tl.where(begins, length - m - 1, t)
-        block = tl.load(
-            NEAR_TABLE + b.to(tl.int64) * near_stride + held // N, mask=there, other=0
-        ).to(tl.int64)
-        at = (block * nb + h * nh + tl.where(begins, N + t, t % N) * nt)[:, None]
-        k = tl.load(
-            NEAR + at + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0
-        ).to(tl.float32)
-        v = tl.load(
-            NEAR + at + D + e[None, :], mask=there[:, None] & (e < DV)[None, :], other=0.0
-        ).to(tl.float32)
-        seen = there[None, :] & (i >= 0)[:, None]
-        if SLIDING:
-            seen = seen & (t[None, :] > (length - m + i - sliding_window)[:, None])
-        top, total, acc = attend_exactly(
-            key_products(q, k), v, seen, top, total, acc, cap_at, CAPPED
-        )
-    return top, total, acc
-
-
-@triton.jit(
-    do_not_specialize=[
-        "requests",
-        "splits",
-        "m",
-        "sliding_window",
-        "recent",
-        "sinks",
-        "near_stride",
-    ]
-)
-def _join_kernel(
-    PARTS,
-    LSE_PARTS,
-    OUT,
-    REST,
-    ot,
-    oh,
-    LSE,
-    QUERY,
-    qt,
-    qh,
-    CK,
-    ckt,
-    ckh,
-    CV,
-    cvt,
-    cvh,
-    NEAR,
-    nb,
-    nh,
-    nt,
-    NEAR_TABLE,
-    near_stride,
-    LENGTH,
-    WORK,
-    LOGITS,
-    requests,
-    splits,
-    heads,
-    group,
-    m,
-    recent,
-    sinks,
-    blocks,
-    sliding_window,
-    scaling,
-    cap_at,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    Q: tl.constexpr,
-    R: tl.constexpr,
-    SB: tl.constexpr,
-    N: tl.constexpr,
-    T: tl.constexpr,
-    LEARNT: tl.constexpr,
-    OWN: tl.constexpr,
-    RECENT: tl.constexpr,
-    ROTATED: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-    LISTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """R query rows of one KV head: its request's own tokens and all splits. What is still
-    ROTATED goes to REST."""
-    rows = group * m
-    programs = (rows + R - 1) // R
-    bh = tl.program_id(0) // programs
-    b, h = bh // heads, bh % heads
-    r = tl.program_id(0) % programs * R + tl.arange(0, R)
-    ok = r < rows
-    i = r % m
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    token = (b * m + i).to(tl.int64)
-    head = h * group + r // m
-    length = tl.load(LENGTH + b)
-    top = tl.full([R], float("-inf"), tl.float32)
-    whole = tl.zeros([R], tl.float32)
-    near = tl.zeros([R, DVP], tl.float32)
-    if OWN:
-        at = QUERY + (token * qt + head * qh)[:, None] + d[None, :]
-        q = tl.load(at, mask=ok[:, None] & (d < D)[None, :], other=0.0).to(tl.float32) * scaling
-        top, whole, near = _own_tokens(
-            q=q,
-            b=b,
-            h=h,
-            i=i,
-            CK=CK,
-            ckt=ckt,
-            ckh=ckh,
-            CV=CV,
-            cvt=cvt,
-            cvh=cvh,
-            m=m,
-            length=length,
-            sliding_window=sliding_window,
-            cap_at=cap_at,
-            D=D,
-            DP=DP,
-            DV=DV,
-            DVP=DVP,
-            R=R,
-            SLIDING=SLIDING,
-            CAPPED=CAPPED,
-        )
-        if RECENT:
-            if PDL:
-                # a request may begin with blocks of another, which may have written their last
-                # token in this step
-                if (length - m) % 16 == 0:
-                    tl.extra.cuda.gdc_wait()
-            top, whole, near = _recent_tokens(
-                q=q,
-                top=top,
-                total=whole,
-                acc=near,
-                b=b,
-                h=h,
-                i=i,
-                NEAR=NEAR,
-                nb=nb,
-                nh=nh,
-                nt=nt,
-                NEAR_TABLE=NEAR_TABLE,
-                near_stride=near_stride,
-                m=m,
-                length=length,
-                recent=recent,
-                sinks=sinks,
-                sliding_window=sliding_window,
-                cap_at=cap_at,
-                D=D,
-                DP=DP,
-                DV=DV,
-                DVP=DVP,
-                N=N,
-                T=T,
-                SLIDING=SLIDING,
-                CAPPED=CAPPED,
-            )
-        top = tl.where(whole != 0, top, float("-inf"))  # NaN counts as seen
-    place0 = (bh * blocks + r // Q).to(tl.int64) * splits
-    used = splits
-    if LISTED:
-        begin = tl.load(WORK + 1 + b)
-        used = tl.load(WORK + 2 + b) - begin
-        place0 = (h * blocks + r // Q).to(tl.int64) * splits + begin
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    top, whole, near, far = add_splits(
-        PARTS, LSE_PARTS, place0, used, r, ok, top, whole, near, DV, DVP, Q, R, SB
-    )
-    norm, lse = log_sum(top, whole)
-    if LEARNT:  # one more score, of nothing
-        logit = tl.load(LOGITS + head, mask=ok, other=0.0).to(tl.float32)
-        most = tl.maximum(lse, logit)
-        all_lse = most + tl.log(tl.exp(lse - most) + tl.exp(logit - most))
-        norm = norm * tl.exp(all_lse - lse)
-        lse = all_lse
-    at = (token * ot + head * oh)[:, None] + e[None, :]
-    real = ok[:, None] & (e < DV)[None, :]
-    if ROTATED:
-        tl.store(REST + at, far / norm[:, None], mask=real)
-        tl.store(OUT + at, near / norm[:, None], mask=real)
-    else:
-        tl.store(OUT + at, ((near + far) / norm[:, None]).to(OUT.dtype.element_ty), mask=real)
-    tl.store(LSE + token * (heads * group) + head, lse, mask=ok)
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00015
 @lru_cache(maxsize=64)
@@ -626,7 +339,7 @@ class CellReader(NamedTuple):
 
 _JOIN, _PORTABLE, _FRAGMENTS = (
     frozenset(getattr(kernel, "arg_names", ()))
-    for kernel in (_join_kernel, portable_kernel, fragments_kernel)
+    for kernel in (combine_kernel, portable_kernel, fragments_kernel)
 )
 
 
@@ -672,20 +385,34 @@ def _join_parts(
     together = 1 << min(4, rows).bit_length() - 1 if many else 1  # a power of two
     near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     rest = out if fast else torch.empty_like(near)
-    _join_kernel[(named["requests"] * named["heads"] * -(-rows // together),)](
+    absent = dict.fromkeys("SK WK SV WV START END sb ckb cvb".split())
+    zeros = dict.fromkeys(("recent_from", "own", "length", "offset"), 0)
+    arguments = _only(_JOIN, named) | absent | zeros | strides(near, "ot", "oh")
+    arguments |= dict(
+        OUT_PARTS=named["PARTS"],
         OUT=near,
         REST=rest,
-        **strides(near, "ot", "oh"),
         LSE=lse,
-        T=16 if interpreted else max(1, 16 // together),
+        sh=named["qh"],
+        sn=named["qt"],
+        ckn=named["ckt"],
+        cvn=named["cvt"],
+        n=named["m"],
+        chunk=named["m"],
+        each_length=1,
+        N=named["N"] if named["RECENT"] else 0,
+        EB=(16 if interpreted else max(1, 16 // together)) if named["OWN"] else 0,
         Q=reader.rows,
         R=together,
         SB=max(2, min(16, 64 // together)),
-        ROTATED=not fast,
+        HAS_START=False,
+        HAS_END=False,
+        HAS_LENGTH=True,
+        BLOCKS=True,
         PDL=reader.pdl,
-        **_only(_JOIN, named),
-        num_warps=4,
-        **({"launch_pdl": True} if reader.pdl else {}),
+    )
+    combine_kernel[(named["requests"] * named["heads"] * -(-rows // together),)](
+        **arguments, num_warps=4, **({"launch_pdl": True} if reader.pdl else {})
     )
     if not fast:
         reader.unrotate(out, near, rest)
@@ -895,57 +622,7 @@ def decode_cells(
     _join_parts(out, lse, reader, partition, named)
     return out, lse
 
-# %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00023
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["TABLE"])
-def _past_kernel(
-    CELLS,
-    SCALES,
-    LEVELS,
-    TABLE,
-    K,
-    kt,
-    kh,
-    V,
-    vt,
-    vh,
-    block_stride,
-    head_stride,
-    tokens,
-    KA: tl.constexpr,
-    VA: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    KB: tl.constexpr,
-    VB: tl.constexpr,
-    KX: tl.constexpr,
-    VX: tl.constexpr,
-):
-    "One cell to dense rows: levels times scales, still rotated."
-    page, h = tl.program_id(0), tl.program_id(1)
-    cell = tl.load(TABLE + page).to(tl.int64) * block_stride + h.to(tl.int64) * head_stride
-    d, e = tl.arange(0, DP)[None, :], tl.arange(0, DVP)[None, :]
-    k_planes, _ = cell_planes(CELLS, SCALES, cell, KA)
-    v_planes, _ = cell_planes(CELLS, SCALES, cell, VA)
-    for i in range(0, 4 * R, BR):
-        t = i + tl.arange(0, BR)
-        at = (page * (4 * R) + t).to(tl.int64)[:, None]
-        here = at < tokens
-        quarter, r = (t // R)[:, None], t % R
-        k = read_levels(k_planes, LEVELS, 0, quarter, r, D, DP, R, KB, False, KX)
-        v = read_levels(v_planes, LEVELS + 16, 0, quarter, r, DV, DVP, R, VB, True, VX)
-        k *= tl.load(SCALES + cell // 2 + (KA.scales // 2 + t)).to(tl.float32)[:, None]
-        v *= tl.load(SCALES + cell // 2 + (VA.scales // 2 + t)).to(tl.float32)[:, None]
-        tl.store(K + at * kt + h * kh + d, k.to(K.dtype.element_ty), mask=here & (d < D))
-        tl.store(V + at * vt + h * vh + e, v.to(V.dtype.element_ty), mask=here & (e < DV))
-
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00024
-_past_launcher = Launcher(_past_kernel)
-
-
 def past_cells(
     cache: Tensor,  # [blocks, H, N, C] uint8
     plan: CellPlan,
@@ -972,121 +649,11 @@ def past_cells(
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
-    places = plan.offsets
-    wide = max(cell.d_key, cell.d_value) > 256
-    named = dict(
-        LEVELS=plan.tables.levels,
-        TABLE=table,
-        K=k,
-        **strides(k, "kt", "kh"),
-        V=v,
-        **strides(v, "vt", "vh"),
-        tokens=tokens,
-        KA=places[0],
-        VA=places[1],
-        D=cell.d_key,
-        DP=padded_size(cell.d_key),
-        DV=cell.d_value,
-        DVP=padded_size(cell.d_value),
-        R=cell.tokens // 4,
-        # what a window sees costs registers
-        BR=min(cell.tokens, 16 if any(plan.tables.chains) or wide else 64),
-        KB=cell.key_bits,
-        VB=cell.value_bits,
-        **plan.chains,
-        **plan.memory(cache),
-    )
-    _past_launcher((count, cache.shape[1], 1), named, {}, num_warps=4)
-
-# %% ../../nbs/reference/kernels_cell_attention.ipynb #45b0002b
-@triton.jit(do_not_specialize=["rows"])
-def _join_past_kernel(
-    OWN,
-    ot,
-    oh,
-    OWN_LSE,
-    lt,
-    lh,
-    PAST,
-    pt,
-    ph,
-    PAST_LSE,
-    mt,
-    mh,
-    rows,
-    heads,
-    factor,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    M: tl.constexpr,
-):
-    """M rows (token, head) of OWN become those of both parts, of which PAST is multiplied by a
-    factor."""
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    d = tl.arange(0, DP)
-    token = (row // heads).to(tl.int64)
-    head = (row % heads).to(tl.int64)
-    real = row < rows
-    own = tl.load(OWN_LSE + token * lt + head * lh, mask=real, other=0.0).to(tl.float32)
-    past = tl.load(PAST_LSE + token * mt + head * mh, mask=real, other=0.0).to(tl.float32)
-    top = tl.maximum(tl.maximum(own, past), -1e38)
-    a, b = tl.exp(own - top), tl.exp(past - top)
-    whole = a + b
-    whole = tl.where(whole == 0, 1.0, whole)
-    here = real[:, None] & (d < D)[None, :]
-    at = OWN + (token * ot + head * oh)[:, None] + d[None, :]
-    x = tl.load(at, mask=here, other=0.0).to(tl.float32) * (a / whole)[:, None]
-    y = (
-        tl.load(PAST + (token * pt + head * ph)[:, None] + d[None, :], mask=here, other=0.0).to(
-            tl.float32
-        )
-        * (b / whole * factor)[:, None]
-    )
-    tl.store(at, (x + tl.where((b > 0)[:, None], y, 0.0)).to(OWN.dtype.element_ty), mask=here)
-
-
-_join_launcher = Launcher(_join_past_kernel)
-
-
-def join_past(
-    own: Tensor,  # [T, Hq, d] is changed in place, neighbouring channels side by side
-    own_lse: Tensor,  # [T, Hq]
-    past: Tensor,  # [T, Hq, d]
-    past_lse: Tensor,  # [T, Hq]; -inf: no token of the past is seen
-    factor: float = 1.0,  # of past
-) -> None:
-    """Two attentions of the same queries to different tokens, as one. Raises ValueError for
-    tensors that do not fit."""
-    if (
-        own.ndim != 3
-        or own.shape != past.shape
-        or own.stride(2) != 1
-        or past.stride(2) != 1
-        or not own.shape[:2] == own_lse.shape == past_lse.shape
-    ):
-        raise ValueError(
-            "own and past must be [T, Hq, d] alike, their log-sum-exps [T, Hq], got "
-            f"{list(own.shape)}, {list(past.shape)}, {list(own_lse.shape)}, "
-            f"{list(past_lse.shape)}"
-        )
-    rows = own.shape[0] * own.shape[1]
-    heads = own.shape[1]
-    d = own.shape[2]
-    m = 16
-    named = dict(
-        OWN=own,
-        **strides(own, "ot", "oh"),
-        OWN_LSE=own_lse,
-        **strides(own_lse, "lt", "lh"),
-        PAST=past,
-        **strides(past, "pt", "ph"),
-        PAST_LSE=past_lse,
-        **strides(past_lse, "mt", "mh"),
-        rows=rows,
-        heads=heads,
-        factor=factor,
-        D=d,
-        DP=padded_size(d),
-        M=m,
-    )
-    _join_launcher(-(-rows // m), named, {}, num_warps=4)
+    cells = cache.transpose(0, 1)[None]
+    scales = plan.memory(cache)["SCALES"]
+    sides = (k, plan.key, cell.key), (v, plan.value, cell.value)
+    for (x, q, layout), places in zip(sides, plan.offsets):
+        run = CellRun(table, tokens, scales, places)
+        known = level_table(q.code, torch.float32)
+        rows = x.transpose(0, 1)[None]
+        look_up_planes(rows, [cells], layout, slice(0, layout.d), *known, run)

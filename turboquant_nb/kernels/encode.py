@@ -807,7 +807,12 @@ class Launcher:
 
     def __init__(self, kernel):
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
-        constants = [n for n, p in parameters.items() if "constexpr" in str(p.annotation)]
+        constants = [
+            n
+            for n, p in parameters.items()
+            # what may be missing is missing in every launch
+            if "constexpr" in str(p.annotation) or p.default is None
+        ]
         general = {*constants, *(getattr(kernel, "do_not_specialize", None) or ()), *_FLOATS}
         tensors = [n for n in parameters if n not in constants and n[0].isupper()]
         numbers = [n for n in parameters if n not in general and n[0].islower()]

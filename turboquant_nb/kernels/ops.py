@@ -40,12 +40,12 @@ def _block(store) -> int:
 
 
 def _merge(a: tuple | None, b: tuple) -> tuple:
-    """Two pieces (output fp32 [..., d], log-sum-exp [...]) as one; on a GPU the first is
-    changed in place."""
+    """Two pieces (output fp32 [B, H, n, d], log-sum-exp [B, H, n]) as one; on a GPU the first
+    is changed in place."""
     if a is None:
         return b[0].float().contiguous(), b[1].contiguous()
     if a[0].device.type == "cuda" and blocks.triton.language is not None:
-        blocks.join_piece(*a, *b)
+        blocks.join_piece(*(x.flatten(0, 1) for x in (*a, *b)))
         return a
     return join(*a, *b)
 

@@ -32,12 +32,12 @@ from turboquant_nb.cache.pages import (
     recent_block,
     store_recent,
 )
+from ..kernels.blocks import join_piece
 from turboquant_nb.kernels.cell_attention import (
     CallerMemory,
     LaunchOptions,
     Workspace,
     decode_cells,
-    join_past,
     past_cells,
 )
 from ..kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
@@ -483,7 +483,7 @@ class CodedAttention:
             self._decode(states, out, Requests(table, lengths), memory, {})
         own = zeros(1, self.query_heads, dv)
         lse = torch.zeros(self.query_heads, 1, device=device).T
-        join_past(own, lse, self._unrotated(own, dtype)[0], lse)
+        join_piece(own, lse, self._unrotated(own, dtype)[0], lse)
         past_cells(cache, self.plan, one * 0, n, *sides(n))
 
     def store(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -583,9 +583,7 @@ class CodedAttention:
             if far is not None:
                 o, far_lse = far
                 o, factor = self._unrotated(o, out.dtype)
-                join_past(out[c.first : c.last], lse[mine], o, far_lse, factor)
-                if self.rule.sinks is not None:
-                    lse[mine] = torch.logaddexp(lse[mine], far_lse)
+                join_piece(out[c.first : c.last], lse[mine], o, far_lse, factor)
         if self.rule.sinks is not None:  # once all parts are joined
             joined = out[first:last].transpose(0, 1)[None], lse.T[None]
             out[first:last] = with_sinks(*joined, self.rule.sinks, False).out[0].transpose(0, 1)
