@@ -198,8 +198,8 @@ def append(c, steps=4, centred=False, step=0):
             RotationOperand.of(make_rotation("hadamard", d).matrix),
         )
         for d, b, mean in (
-            (c.d_key, c.key_bits, torch.float32 if centred else None),
-            (c.d_value, c.value_bits, None),
+            (c.d_key, c.key_bits, centred),
+            (c.d_value, c.value_bits, False),
         )
     )
     constants = dict(

@@ -21,7 +21,7 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=
     "The constants of keys and of values."
     one = encode.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
     rotations = encode.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
-    means = (torch.bfloat16 if center else None, None)
+    means = (center, False)
     sides = zip((d, dv or d), bits, means, (r, 0), rotations)
     return [
         encode.CodingConstants.of(
@@ -35,7 +35,7 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=
 
 def compiled(f, constants, dtype, capability, options):
     "A kernel for pointers and numbers as `append` gives them."
-    plain = f is encode.encode_kernel and not constants["KC"].ROPE
+    plain = not constants["KC"].ROPE
     of_side = dict.fromkeys(("X", "SINKS", "RING"), NAMES[dtype])
     of_side |= dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(W="*bf16", TAB="*fp32")
     of_side |= dict(SCALE="*fp16", factor="fp32")

@@ -759,7 +759,7 @@ def test_addresses_are_those_of_the_tensors():
     addresses."""
     store = KVStore("k4v3", 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     x = states(2, 2, 1, 64)
-    plan = encode_launch._plan(store)
+    plan = encode_launch._prepared(store).plan
     for side, one in ((plan.key, store.key), (plan.value, store.value)):
         tensors = list(one.tensors.values())
         given, addresses = (

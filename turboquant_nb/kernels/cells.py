@@ -31,6 +31,7 @@ from turboquant_nb.kernels.encode import (
     plane_bytes,
     quantizer_tables,
     rotate_rows,
+    rotated_mean,
     short_config,
     store_planes,
     strides,
@@ -85,11 +86,8 @@ class CellPlan(CellCodes):
         self.rotated_center = None
         if center is not None:
             self.center = center.to(self.device, torch.float32).contiguous()
-            # in the basis and the unit of the kernel's product
-            parts = self.sides[0][0].parts.unbind(-3)
-            self.rotated_center = sum(
-                (self.center[:, None] @ part.float().mT)[:, 0] for part in parts
-            ).contiguous()
+            mean = self.center[None, :, None]
+            self.rotated_center = rotated_mean(mean, self.sides[0][0])
 
     def refuses(self, kernel: str = "auto") -> str:
         """Why a kernel cannot attend to these cells; empty if it can. Raises ValueError for an
@@ -101,7 +99,7 @@ class CellPlan(CellCodes):
         roomy = device_properties(self.device).roomy
         out = []
         size = self.vector_size
-        means = None if self.center is None else torch.float32, None
+        means = self.center is not None, False
         for q, (rotation, table), mean in zip((self.key, self.value), self.sides, means):
             how = dtype, q.channel_bits[0], q.spec.scale, self.scale_dtype, mean
             chain = size if table is None else 0
@@ -181,7 +179,7 @@ def _rotated_tokens(
     row = at.to(tl.int64)[:, None] * side.token_stride
     x_at = X + row + head.to(tl.int64) * side.head_stride + k[None, :]
     lo, hi = rotate_rows(x_at, 1, valid[:, None], held, zero, X, X, C, C.X_PARTS, 0, WIDE)
-    if C.MEAN_PARTS > 0:
+    if C.MEAN:
         lo, hi = lo - m_lo, hi - m_hi
     return lo, hi
 

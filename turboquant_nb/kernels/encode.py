@@ -8,7 +8,8 @@ __all__ = ['MATRIX_PARTS', 'READY', 'RotationOperand', 'CodedSide', 'packed_orde
            'encode_kernel', 'is_interpreted', 'DeviceProperties', 'device_properties', 'device_refuses', 'is_current',
            'strides', 'Launch', 'Launcher', 'chain_places', 'between_steps', 'leave_vectors', 'take_symbols',
            'short_kernel', 'refuses', 'short_config', 'lacks_bf16', 'quantizer_tables', 'window_room',
-           'window_searches', 'LongSide', 'ShortSide', 'Place', 'StoreSizes', 'prepare', 'encode_append', 'append']
+           'window_searches', 'rotated_mean', 'LongSide', 'ShortSide', 'Place', 'StoreSizes', 'prepare',
+           'encode_append', 'append']
 
 # %% ../../nbs/18_encode.ipynb #02770075
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class CodedSide(NamedTuple):
     bits: int
     mode: str  # of the scale: "norm", "mse" or "unbiased"
     scale: torch.dtype
-    mean: torch.dtype | None = None  # None: no mean
+    centred: bool = False  # is there a mean?
     rope: int = 0  # channels in which a mean is rotated to each position
     chain: int = 0  # room for a vector of a code by windows; 0: by edges
 
@@ -132,7 +133,7 @@ class CodingConstants:
     BITS: int
     MODE: int  # of the scale: 0 norm, 1 least squares, 2 unbiased
     X_PARTS: int  # bf16 parts of a state
-    MEAN_PARTS: int  # of a mean that is rotated and subtracted after the product; 0: none
+    MEAN: bool  # is a rotated mean subtracted after the product?
     W_PARTS: int  # of the rotation
     LARGEST: float  # scale that can be stored
     BUTTERFLY: bool  # are sum and difference of two products of half the width taken?
@@ -157,7 +158,7 @@ class CodingConstants:
 def _constants(
     side: CodedSide, parts: int, butterfly: bool, per_head: bool, large: bool
 ) -> CodingConstants:
-    d, dtype, bits, mode, scale, mean, rope, chain = side
+    d, dtype, bits, mode, scale, centred, rope, chain = side
     order, places = packed_order(d) if chain else (0, 0)
     half = max(16, 1 << (d // 2 - 1).bit_length())
     rows = 64 if parts == 1 else 32  # what two stages of the rotation leave room for
@@ -172,7 +173,7 @@ def _constants(
         BITS=bits,
         MODE=_MODES[mode],
         X_PARTS=3 if rope else x_parts,
-        MEAN_PARTS=0 if mean is None or rope else MATRIX_PARTS[mean],
+        MEAN=centred and not rope,
         W_PARTS=parts,
         LARGEST=torch.finfo(scale).max,
         BUTTERFLY=butterfly,
@@ -220,7 +221,7 @@ def load_mean(at, C: tl.constexpr):
     HALF: tl.constexpr = C.HALF
     m_lo = tl.zeros((1, HALF), tl.float32)
     m_hi = m_lo
-    if C.MEAN_PARTS > 0:
+    if C.MEAN:
         j = tl.arange(0, HALF)[None, :]
         m_lo = tl.load(at + j, mask=j < D // 2, other=0.0)
         m_hi = tl.load(at + D // 2 + j, mask=j < D // 2, other=0.0)
@@ -499,7 +500,7 @@ def _whole(
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
     XP: tl.constexpr = C.X_PARTS
-    MEAN: tl.constexpr = C.MEAN_PARTS > 0
+    MEAN: tl.constexpr = C.MEAN
     BUTTERFLY: tl.constexpr = C.BUTTERFLY
     ROPE: tl.constexpr = C.ROPE
     K: tl.constexpr = HALF if BUTTERFLY else 2 * HALF
@@ -568,7 +569,7 @@ def _partial(
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
     XP: tl.constexpr = C.X_PARTS
-    MEAN: tl.constexpr = C.MEAN_PARTS > 0
+    MEAN: tl.constexpr = C.MEAN
     ROPE: tl.constexpr = C.ROPE
     zero = tl.zeros((M, HALF), tl.float32)
     edges, levels = load_table(TAB, BITS)
@@ -1009,7 +1010,6 @@ def _short(
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
     XP: tl.constexpr = C.X_PARTS
-    MP: tl.constexpr = C.MEAN_PARTS  # parts of the mean; 0: none, or a pre-RoPE mean
     ROPE: tl.constexpr = C.ROPE
     TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
     blocks = (rows + M - 1) // M
@@ -1032,6 +1032,7 @@ def _short(
         if sinks + ring > 0:
             x = tl.load(x_at[:, None] + k, mask=there[:, None] & (k < D), other=0.0)
         held = hold_matrix(W, head, C, TYPE)
+        m_lo, m_hi = load_mean(MEAN + head * D, C)
     if STEP == 0:
         edges, levels = load_table(TAB, BITS)
     if STEP != 1:
@@ -1050,10 +1051,7 @@ def _short(
             cos_sin = COS_SIN + (t * ROPE)[:, None]
         x_at = x_at[:, None] + k
         lo, hi = rotate_rows(x_at, 1, ok, held, zero, at, cos_sin, C, XP, ROPE, WIDE)
-        if MP > 0:
-            W, w_lo, w_hi = held
-            held = W, w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
-            m_lo, m_hi = rotate_rows(at + k, 1, ok, held, zero, at, cos_sin, C, MP, 0, WIDE)
+        if C.MEAN:
             lo, hi = lo - m_lo, hi - m_hi
         if sinks + ring > 0:
             _copy(x, SINKS, RING, begin, place, i, first, n, sinks, ring, D, 2 * HALF)
@@ -1152,7 +1150,9 @@ from dataclasses import replace
 from operator import itemgetter
 
 
-from ..cache.clock import check_states
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..cache.clock import check_states, is_captured
 from ..cache.memory import _coder
 from ..cache.store import KVStore
 from ..quant.codes import KERNELS, find_code
@@ -1286,6 +1286,24 @@ def window_searches(
     ]
 
 
+_ROTATED = WeakIdKeyDictionary()  # by the means of layers, which live as long as their frames
+
+
+def rotated_mean(mean: Tensor, rotation: RotationOperand) -> Tensor:  # [H, d] fp32
+    """The mean of a layer's keys in the basis and the unit of the product, so that every
+    product is exact, also as TF32. Made once for each mean, and before a capture, which would
+    make it again."""
+    made = _ROTATED.setdefault(mean, {})
+    if rotation not in made:
+        with torch.autocast(mean.device.type, enabled=False):
+            x, parts = mean.detach().float(), rotation.parts.unbind(-3)
+            new = sum(x @ part.float().mT for part in parts).flatten(0, 2)
+        if is_captured(mean.device):
+            return new
+        made[rotation] = new
+    return made[rotation]
+
+
 class LongSide(NamedTuple):
     "The arguments of a long append for one side, in the kernel's order and by its names."
 
@@ -1331,10 +1349,9 @@ class _SidePlan:
             q.centre.holds_mean,
             quantizer_tables(q),
         )
-        mean = torch.bfloat16 if centred else None
         self.code = q.code if table is None else None  # by windows
         chain = room if self.code else 0
-        side = CodedSide(q.d, dtype, bits, q.spec.scale, q.scale_dtype, mean, rope, chain)
+        side = CodedSide(q.d, dtype, bits, q.spec.scale, q.scale_dtype, centred, rope, chain)
         self.constants = CodingConstants.of(side, rotation, device_properties(device).roomy)
         self.rope, self.rotation, self.table = rope, rotation, table
         self.known = (
@@ -1345,16 +1362,13 @@ class _SidePlan:
         n = max(1, bits - 1)  # planes; then come scale, sinks, recent and mean
         self.scale_at = n
         self.pick = itemgetter(0, min(1, n - 1), n - 1, n, n + 1, n + 2)
-        self.mean_at = n + 3 if centred else 0
 
-    def rotated(self, mean: Tensor | None) -> Tensor:
-        """The mean in the basis and unit of the product, fp32; every product is exact, also as
-        TF32. A pre-RoPE mean stays as it is; where there is none, any tensor."""
-        if mean is None or self.rope:
-            return self.table if mean is None else mean.contiguous()
-        with torch.autocast(mean.device.type, enabled=False):
-            x, parts = mean.float(), self.rotation.parts.unbind(-3)
-            return sum(x @ part.float().mT for part in parts).flatten(0, 2)
+    def subtracted(self, mean: Tensor | None) -> Tensor:
+        """What the kernels take for a mean: one before RoPE as it is, any other rotated; where
+        there is none, any tensor."""
+        if mean is None:
+            return self.rotation.parts
+        return mean.contiguous() if self.rope else rotated_mean(mean, self.rotation)
 
     def long(self, x: Tensor, tensors: list) -> LongSide:
         "Of a long append."
@@ -1447,10 +1461,10 @@ class _AppendPlan:
             KERNELS["few"](code.trellis, x, code.windows.levels, *to)
 
     def launch(self, k, v, sides: tuple, numbers: tuple, place: Place):
-        """A short append. sides: the tensors of keys and of values; numbers: start, cosines and
-        sines, position, flags (any tensor for what is not needed)."""
+        """A short append. sides: the tensors of keys and of values; numbers: what is
+        subtracted, start, cosines and sines, position, flags (any tensor for what is not
+        needed)."""
         (b, h, n, _), (key, value) = k.shape, sides
-        numbers = key[self.key.mean_at], *numbers
         first, base, limit, on_device = place
         k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
         name = n, ks, vs, k_at % 16, v_at % 16, on_device
@@ -1501,7 +1515,7 @@ class _AppendPlan:
         self,
         states: tuple,  # new keys and values
         sides: tuple,
-        mean: Tensor | None,  # that is subtracted of keys; None: nothing is
+        mean: Tensor,  # see `_SidePlan.subtracted`
         numbers: tuple,
         place: Place,
         config: tuple | None = None,  # rows of a program and how Triton compiles it
@@ -1515,7 +1529,7 @@ class _AppendPlan:
         blocks = -(-rows // m)
         named = self.long | dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
         named |= dict(
-            MEAN=self.key.rotated(mean),
+            MEAN=mean,
             COS_SIN=cos_sin if self.rope else flags,
             START=start if self.rope else flags,
             POSITION=position if on_device else flags,
@@ -1552,10 +1566,17 @@ def _shared_plan(qs: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
     return _AppendPlan(qs, dtype, device, sizes)
 
 
-def _plan(store: KVStore) -> _AppendPlan:
-    "The plan of a store. Raises ValueError, with the reason, where the kernel cannot serve it."
-    plan = store.plans.get("append")
-    if plan is None:
+class _Prepared(NamedTuple):
+    "What appends to one store need."
+
+    plan: _AppendPlan
+    mean: Tensor  # see `_SidePlan.subtracted`
+
+
+def _prepared(store: KVStore) -> _Prepared:
+    "Raises ValueError, with the reason, where the kernel cannot serve this store."
+    found = store.plans.get("append")
+    if found is None:
         qs, r = [side.q for side in store.parts], store.recipe
         rows = store.batch * store.heads
         if why := refuses(r, *(q.d for q in qs), store.dtype, store.device, rows):
@@ -1564,19 +1585,21 @@ def _plan(store: KVStore) -> _AppendPlan:
         rope = 0 if table is None else table.shape[1]
         sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
         plan = _shared_plan(tuple(qs), store.dtype, store.device, sizes)
-        store.plans["append"] = plan
+        found = _Prepared(plan, plan.key.subtracted(store.key.mean))
+        store.plans["append"] = found
         if (
             store.clock.fixed
         ):  # a capture finds its own plan ready, and a graph its tables alive
             texts = tuple(store.clock.texts)
             plan.captured = _plan_of(texts, store.dtype, store.device, sizes)
-    return plan
+            plan.captured.key.subtracted(store.key.mean)
+    return found
 
 
 def prepare(store: KVStore) -> None:
     """Make what appends to this store need; a capture can make nothing. Raises ValueError, with
     the reason, where the kernel cannot serve it."""
-    _plan(store)
+    _prepared(store)
 
 
 @lru_cache(maxsize=256)
@@ -1599,13 +1622,14 @@ def encode_append(
     # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was
     # measured on
     config: tuple | None = None,
-    plan: _AppendPlan | None = None,  # the store's, of who has checked the states already
+    found: _Prepared | None = None,  # the store's, of who has checked the states already
 ) -> Tensor:  # flags: key not finite, too large, value not finite, too large
     """Code k and v and write them into planes and scales, in one launch and without waiting for
     it; nothing else of the store changes. Raises ValueError/TypeError for what does not fit."""
-    if plan is None:
-        plan = _plan(store)
+    if found is None:
+        found = _prepared(store)
         check_states(store, k, v, ("k", "v"))
+    plan, mean = found
     parts, n = store.parts, k.shape[2]
     room = store.key.memory.tiles * store.tile
     if not 0 <= first <= first + n <= room:
@@ -1619,7 +1643,7 @@ def encode_append(
         tensors = [list(part.tensors.values()) for part in parts]
         numbers = store.start, table, flags, flags
         place = Place(first, store.offset)
-        plan.launch_long((k, v), tensors, store.key.mean, numbers, place, config)
+        plan.launch_long((k, v), tensors, mean, numbers, place, config)
     return flags
 
 # %% ../../nbs/18_encode.ipynb #40f00004
@@ -1659,22 +1683,22 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
 _make_room = without_autograd(make_room)
 
 # %% ../../nbs/18_encode.ipynb #b023a9ff
-def _code_flagged(plan, store, states, flags=None) -> Tensor:
+def _code_flagged(found, store, states, flags=None) -> Tensor:
     "Code by the kernel; the flags."
     make_room(store, states[0].shape[2])
     at = store.length - store.offset
-    return encode_append(store, *states, at, flags, plan=plan)
+    return encode_append(store, *states, at, flags, found=found)
 
 
-def _code_unseen(plan, store, states, names):
+def _code_unseen(found, store, states, names):
     """What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose
     `sync` raises."""
-    _code_flagged(plan, store, states, flags_of(store))
+    _code_flagged(found, store, states, flags_of(store))
 
 
-def _code_and_wait(plan, store, states, names):
+def _code_and_wait(found, store, states, names):
     "What it calls otherwise: the kernel, and, returned, a look at its flags."
-    flags = _code_flagged(plan, store, states)
+    flags = _code_flagged(found, store, states)
 
     def confirm():
         if any(flags.tolist()):
@@ -1702,7 +1726,8 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
         Place(0, limit=max_length, on_device=True),
     )
     states = [s.x for s in sides]
-    plan.launch_long(states, tensors, sides[0].mean, numbers, place)
+    mean = plan.key.subtracted(sides[0].mean)
+    plan.launch_long(states, tensors, mean, numbers, place)
 
 # %% ../../nbs/18_encode.ipynb #e6c43390
 def _append_at(*operands):
@@ -1714,13 +1739,14 @@ def _append_at(*operands):
         return _append_by_position(new, **({} if chained else dict(code=_code_long)))
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
     sides = _sides(new._replace(k=k, v=v))
+    plan = _plan_of_sides(sides, new.rope_table)
     numbers = (
+        plan.key.subtracted(sides[0].mean),
         new.start,
         new.flags if new.rope_table is None else new.rope_table,
         new.position,
         new.flags,
     )
-    plan = _plan_of_sides(sides, new.rope_table)
     place = Place(0, limit=new.max_length, on_device=True)
     plan.launch(k, v, (new.key, new.value), numbers, place)
 
@@ -1757,11 +1783,11 @@ def append(
     if k.device.type == "cuda" and not is_current(k.device):  # a model over several GPUs
         with torch.cuda.device(k.device):
             return append(store, k, v, names, wait)
-    plan = _plan(store)
+    plan, mean = found = _prepared(store)
     if wait or not _is_short(store, plan, k, v):
         if plan.chained:  # PyTorch, which asks a kernel for the symbols
             return append_by_host(store, k, v, names)
-        code = partial(_code_unseen if wait is False else _code_and_wait, plan)
+        code = partial(_code_unseen if wait is False else _code_and_wait, found)
         return append_by_host(store, k, v, names, code)
     if not store.clock.fixed:
         _make_room(store, k.shape[2])
@@ -1771,7 +1797,7 @@ def append(
         flags if store.cos_sin is None else store.rope_table,
         store.clock.position if store.clock.fixed else flags,
     )
-    numbers = store.start, cos_sin, position, flags
+    numbers = mean, store.start, cos_sin, position, flags
     place = Place(at, store.offset)
     if store.clock.fixed:
         place = Place(0, limit=store.max_length, on_device=True)
