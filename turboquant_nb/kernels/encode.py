@@ -568,7 +568,8 @@ def _whole_tiles(side, call, FLAG, C: tl.constexpr, BY_TOKEN: tl.constexpr, F: t
     bh = tl.program_id(1).to(tl.int64)
     b, head = bh // call.heads, bh % call.heads
     row, k = block * M + tl.arange(0, M), tl.arange(0, K)
-    m_lo, m_hi = load_mean(call.mean + head * D, C)
+    mean = call.mean + head * D
+    m_lo, m_hi = load_mean(mean, C)
     W, w_lo, w_hi = hold_matrix(side.matrix, head, C, TYPE)
     tile = (call.first + 4 * R - 1) // (4 * R) + chunk * call.each
     count = tl.minimum((call.first + call.n) // (4 * R) - tile, call.each)
@@ -576,7 +577,8 @@ def _whole_tiles(side, call, FLAG, C: tl.constexpr, BY_TOKEN: tl.constexpr, F: t
     token = (row + (tile * (4 * R) - call.first)).to(tl.int64)
     x_at += token[:, None] * side.token_stride + k[None, :]
     at = bh * call.tiles + tile
-    t, mean = row + tile * (4 * R) + call.base, call.mean + head * D
+    scale_at = locate_scales(side, at, None, R) + row
+    t = row + tile * (4 * R) + call.base
     if ROPE > 0:
         t -= tl.load(call.start + b).to(tl.int32)
     if count > 0:
@@ -584,7 +586,6 @@ def _whole_tiles(side, call, FLAG, C: tl.constexpr, BY_TOKEN: tl.constexpr, F: t
         edges, levels = load_table(side.table, BITS)
         word, none = tl.zeros((M, HALF), tl.int32), row * 0
         finite, fitting = row >= 0, row >= 0
-        scale_at = locate_scales(side, at, None, R) + row
         for step in range(4 * count):
             x = (
                 tl.load(x_at)
