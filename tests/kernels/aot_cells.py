@@ -23,7 +23,13 @@ from turboquant_nb.kernels import (
 )
 from turboquant_nb.kernels.cell_attention import _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
-from turboquant_nb.kernels.encode import CodedSide, CodingConstants, RotationOperand
+from turboquant_nb.kernels.encode import (
+    CallForm,
+    CodedSide,
+    CodingConstants,
+    RotationOperand,
+    row_kernel,
+)
 from turboquant_nb.theory.rotation import make_rotation
 
 TYPES = aot_decode.TYPES | dict.fromkeys(
@@ -46,7 +52,10 @@ TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "NEAR"), "*bf16
     factor="fp32",
 )
 PLANES = "K0 K1 K2 V0 V1 V2".split()
-STRIDES = "block_stride head_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh nt".split()
+STRIDES = (
+    "block_stride head_stride cell_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh nt "
+    "ksb ksh ksn vsb vsh vsn".split()
+)
 
 
 def places(c, side):
@@ -184,25 +193,16 @@ def append(c, steps=4, centred=False, step=0):
             CodedSide(d, torch.bfloat16, b, "mse", torch.float16, mean, chain=chain),
             RotationOperand.of(make_rotation("hadamard", d).matrix),
         )
-        for d, b, mean in (
-            (c.d_key, c.key_bits, torch.float32 if centred else None),
-            (c.d_value, c.value_bits, None),
-        )
+        for d, b, mean in ((c.d_key, c.key_bits, centred), (c.d_value, c.value_bits, False))
     )
-    constants = dict(
-        KC=kc,
-        VC=vc,
-        KA=places(c, "key"),
-        VA=places(c, "value"),
-        R=c.tokens // 4,
-        M=16,
-        WIDE=False,
-        STEPS=steps,
-        PDL=True,
-        STEP=step,
-    )
-    warps = 8 if max(c.d_key, c.d_value) > 128 else 4
-    return compiled(cells._append_kernel, constants, num_warps=warps, num_stages=2)
+    form = CallForm(c.tokens // 4, 16, False, STEPS=steps, PDL=True)
+    constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), F=form)
+    constants |= dict(STEP=step, each=1)
+    of_side = dict.fromkeys(("P0", "P1", "P2", "SINKS", "RING"), "*u8") | dict(SCALE="*fp16")
+    types = TYPES | {side + name: x for side in "KV" for name, x in of_side.items()}
+    types |= dict.fromkeys(("START", "COS_SIN", "POSITION", "FLAG"), "*i64")
+    options = dict(num_warps=8 if max(c.d_key, c.d_value) > 128 else 4, num_stages=2)
+    return compiled(row_kernel, constants, types, **options)
 
 
 def past(c, side="key", codebook=None):

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
-from turboquant_nb.kernels import encode, encode as encode_launch, encode as encode_short
+from turboquant_nb.kernels import encode
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
@@ -21,7 +21,7 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=
     "The constants of keys and of values."
     one = encode.RotationOperand(torch.empty(parts, d, d), 1.0, parts == 1)
     rotations = encode.RotationOperand(torch.empty(8, 1, d, d), 1.0) if transform else one, one
-    means = (torch.bfloat16 if center else None, None)
+    means = (center, False)
     sides = zip((d, dv or d), bits, means, (r, 0), rotations)
     return [
         encode.CodingConstants.of(
@@ -35,7 +35,7 @@ def consts(d, dtype, bits, parts, center, capability, r, transform=False, chain=
 
 def compiled(f, constants, dtype, capability, options):
     "A kernel for pointers and numbers as `append` gives them."
-    plain = f is encode.encode_kernel and not constants["KC"].ROPE
+    plain = not constants["KC"].ROPE
     of_side = dict.fromkeys(("X", "SINKS", "RING"), NAMES[dtype])
     of_side |= dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(W="*bf16", TAB="*fp32")
     of_side |= dict(SCALE="*fp16", factor="fp32")
@@ -45,6 +45,7 @@ def compiled(f, constants, dtype, capability, options):
         COS_SIN="*fp16",
         POSITION="*i32",
         FLAG="*i32",
+        SLOTS="*i32",
     )
     types |= {side + name: x for side in "KVkv" for name, x in of_side.items()}
     strides = [side + name for side in "kv" for name in ("sb", "sh", "sn")]
@@ -67,26 +68,24 @@ def build(
     step=0,
     dv=None,
 ):
-    """The compiled kernel as `append` asks for it: the short one up to 64 tokens, in steps
-    for codes by windows."""
+    """The compiled kernel as `append` asks for it: by rows up to 64 tokens, in steps for codes
+    by windows, and after whole tiles."""
     chain = d if step else 0
     sides = consts(d, dtype, bits, parts, center, capability, r, transform, chain, dv)
     both = dict(zip(("KC", "VC"), sides))
-    shared = both | {"R": 64, "STATIC": static, "WIDE": False}
-    if n > 64:
-        m, options = config or encode_launch._config(
-            d, 64, parts, capability >= 90, dtype.itemsize, r
-        )
-        return compiled(
-            encode.encode_kernel,
-            shared | {"M": m, "ksd": 1, "vsd": 1, "WHOLE": whole},
-            dtype,
-            capability,
-            options,
-        )
-    m, options = config or encode_launch.short_config(d, capability >= 90)
-    more = {"M": m, "sinks": 4, "ring": 64, "STEP": step} | ({"n": 1} if n == 1 else {})
-    return compiled(encode_short.short_kernel, shared | more, dtype, capability, options)
+    large, more = capability >= 90, {"each": 1} if n == 1 else {}
+    form = encode.CallForm(64, 16, False, static)
+    long = encode._config(d, 64, parts, large, dtype.itemsize, r)
+    has_whole = parts == 1 and not any(c.SLICED for c in sides)
+    if n > 64 and whole and has_whole:
+        m, options = config or long
+        form = both | {"F": form._replace(M=m)}
+        return compiled(encode.tile_kernel, form, dtype, capability, options)
+    m, options = config or (encode.short_config(d, large) if n <= 64 or has_whole else long)
+    of_length = dict(sinks=4, ring=64) if n <= 64 else dict(STEPS=4, SKIP=has_whole)
+    form = form._replace(M=m, **of_length)
+    more |= {"F": form, "STEP": step, "KA": None, "VA": None}
+    return compiled(encode.row_kernel, both | more, dtype, capability, options)
 
 
 if __name__ == "__main__":

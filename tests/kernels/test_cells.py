@@ -397,7 +397,7 @@ def test_windows_are_read(key, value, d, n, gen):
     read = Requests(table, torch.tensor([length], dtype=torch.int32, device=DEVICE))
     exact = Exact(k[-1:] + plan.center, v[-1:], near)
     want = check(plan, cache, read, q, exact)
-    if not CUDA and plan.by_window[0]:
+    if not CUDA and plan.key.code.windows:
         chains = [tuple(x) for x in plan.tables.chains]
         chains[0] = (chains[0][0], 1 - chains[0][1], *chains[0][2:])
         plan.tables = plan.tables._replace(chains=tuple(chains))
@@ -475,7 +475,7 @@ def test_kernels_are_searched_for_once(monkeypatch):
     monkeypatch.setattr(launcher, "READY", {})
     kernels = []
     for of in (
-        cells._append_launcher,
+        launcher._row_launcher,
         cells._recent_launcher,
         cells._sinks_launcher,
         kernel_blocks._look_up_launcher,

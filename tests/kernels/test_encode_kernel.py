@@ -754,25 +754,35 @@ LIMITS = [  # (others, to the register: tests/golden/kernels.json)
 LIMITS = LIMITS if SLOW else LIMITS[::3]
 
 
-def test_addresses_are_those_of_the_tensors():
+class Noted:
+    "A kernel that is compiled and launched in thought: what it is given."
+
+    def __init__(self):
+        self.given = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.given.append(args) or self
+
+
+def test_addresses_are_those_of_the_tensors(monkeypatch):
     """What a compiled kernel is given is what Triton was given the first time, tensors as
     addresses."""
     store = KVStore("k4v3", 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
-    x = states(2, 2, 1, 64)
-    plan = encode_launch._plan(store)
-    for side, one in ((plan.key, store.key), (plan.value, store.value)):
-        tensors = list(one.tensors.values())
-        given, addresses = (
-            side.arguments(x, tensors, 3),
-            side.pointers(x.data_ptr(), x.stride(), tensors, 3),
-        )
-        for name, a, b in zip(given._fields, given, addresses):
-            assert b == (a.data_ptr() if isinstance(a, torch.Tensor) else a), name
-        assert (
-            given.P0 is one.tensors["plane0"]
-            and given.SCALE is one.tensors["scale"]
-            and given.RING is one.tensors["recent"]
-        )
+    kernel.append(store, *states(2, 2, 10, 64).chunk(2, 2))
+    x, noted, launcher = states(2, 2, 1, 64), Noted(), encode._row_launcher
+    monkeypatch.setattr(launcher, "kernel", noted)
+    encode.shared_plan.cache_clear()
+    store.changed()
+    for _ in range(2):
+        kernel.append(store, x, x)
+        store.length -= 1
+    encode.shared_plan.cache_clear()  # it keeps what was compiled
+    first, again = (dict(zip(launcher.places, args)) for args in noted.given)
+    for name, a in first.items():
+        assert again[name] == (a.data_ptr() if isinstance(a, torch.Tensor) else a), name
+    for side, one in (("K", store.key), ("V", store.value)):
+        for name, tensor in (("P0", "plane0"), ("SCALE", "scale"), ("RING", "recent")):
+            assert first[side + name] is one.tensors[tensor], name
 
 
 @pytest.fixture(scope="module")

@@ -15,28 +15,16 @@ from torch import Tensor
 from ..cache.pages import CellCodes, CellLayout
 from .decode import dense_channels, padded_size, tl, triton, window_chain
 from turboquant_nb.kernels.encode import (
-    CodedSide,
-    CodingConstants,
+    AppendPlan,
     Launcher,
-    between_steps,
+    Place,
+    StoreSizes,
     device_properties,
     device_refuses,
-    hold_matrix,
-    lacks_bf16,
-    leave_vectors,
-    load_mean,
-    load_older,
-    load_table,
-    measure_pairs,
-    plane_bytes,
     quantizer_tables,
-    rotate_rows,
-    short_config,
-    store_planes,
+    rotated_mean,
+    shared_plan,
     strides,
-    take_symbols,
-    window_room,
-    window_searches,
 )
 from .launch import Plan, select_kernel
 from .viterbi import find_symbols
@@ -79,39 +67,23 @@ class CellPlan(CellCodes):
         self.scale_dtype = key.scale_dtype
         # (RotationOperand, table) each
         self.sides = [quantizer_tables(q) for q in (key, value)]
-        self.by_window = tuple(q.code if q.code.windows else None for q in (key, value))
-        self.chained = any(self.by_window)  # their symbols are searched
+        self.chained = any(q.code.windows for q in (key, value))  # symbols are searched
         self.memo = {}  # what later chapters work out of this plan once
         self.rotated_center = None
         if center is not None:
             self.center = center.to(self.device, torch.float32).contiguous()
-            # in the basis and the unit of the kernel's product
-            parts = self.sides[0][0].parts.unbind(-3)
-            self.rotated_center = sum(
-                (self.center[:, None] @ part.float().mT)[:, 0] for part in parts
-            ).contiguous()
+            mean = self.center[None, :, None]
+            self.rotated_center = rotated_mean(mean, self.sides[0][0])
 
     def refuses(self, kernel: str = "auto") -> str:
         """Why a kernel cannot attend to these cells; empty if it can. Raises ValueError for an
         unknown name."""
         return select_kernel(self.plan, self.device, kernel)[1]
 
-    def constants(self, dtype: torch.dtype) -> list:
-        "What the append kernel is compiled for, of keys and of values in this dtype."
-        roomy = device_properties(self.device).roomy
-        out = []
-        size = self.vector_size
-        means = None if self.center is None else torch.float32, None
-        for q, (rotation, table), mean in zip((self.key, self.value), self.sides, means):
-            how = dtype, q.channel_bits[0], q.spec.scale, self.scale_dtype, mean
-            chain = size if table is None else 0
-            out.append(CodingConstants.of(CodedSide(q.d, *how, chain=chain), rotation, roomy))
-        return out
-
-    @property
-    def vector_size(self) -> int:
-        "Room of a vector between the steps of a code by windows."
-        return max(self.cell.d_key, self.cell.d_value)
+    def coder(self, dtype: torch.dtype) -> AppendPlan:
+        "How states of this dtype are coded."
+        sizes = StoreSizes(self.cell.tokens, self.center is not None)
+        return shared_plan((self.key, self.value), dtype, self.device, sizes)
 
     def places(self, side: str) -> PlanePlaces:
         "Where the planes of a side are."
@@ -145,189 +117,6 @@ class CellPlan(CellCodes):
             SCALES=cache.view(self.scale_dtype),
             **strides(cache, "block_stride", "head_stride"),
         )
-
-# %% ../../nbs/reference/kernels_cells.ipynb #45b0000c
-class _Side(NamedTuple):
-    "What belongs to keys, or to values, as arguments of a kernel."
-
-    states: object
-    token_stride: object
-    head_stride: object
-    matrix: object  # of the rotation
-    table: object  # of the code; memory between the steps of a code by windows
-    factor: object
-    mean: object
-
-
-@triton.jit
-def _held_of(side, head, C: tl.constexpr):
-    "What all tokens of a head need: its matrix, what is held of it, and its mean."
-    TYPE: tl.constexpr = side.states.dtype.element_ty if C.X_PARTS == 1 else tl.bfloat16
-    return hold_matrix(side.matrix, head, C, TYPE), load_mean(side.mean + head * C.D, C)
-
-
-@triton.jit
-def _rotated_tokens(
-    side, held, at, head, valid, C: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr
-):
-    "Both halves of M tokens of a head, rotated, less the mean."
-    X = side.states
-    held, means = held
-    m_lo, m_hi = means
-    HALF: tl.constexpr = C.HALF
-    K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
-    k = tl.arange(0, K)
-    zero = tl.zeros((M, HALF), tl.float32)
-    row = at.to(tl.int64)[:, None] * side.token_stride
-    x_at = X + row + head.to(tl.int64) * side.head_stride + k[None, :]
-    lo, hi = rotate_rows(x_at, 1, valid[:, None], held, zero, X, X, C, C.X_PARTS, 0, WIDE)
-    if C.MEAN_PARTS > 0:
-        lo, hi = lo - m_lo, hi - m_hi
-    return lo, hi
-
-
-@triton.jit
-def _room_of(side, at, head, tokens, C: tl.constexpr, BY_TOKEN: tl.constexpr, M: tl.constexpr):
-    "Where the vectors of tokens lie between the steps of a code by windows."
-    heads = tl.num_programs(0) // ((tokens + M - 1) // M)
-    v = at.to(tl.int64) * heads + head
-    count = tokens.to(tl.int64) * heads
-    VALUES: tl.constexpr = 1 if BY_TOKEN else 0
-    return between_steps(side.table, v, count, C, VALUES)
-
-
-@triton.jit
-def _vectors(
-    side, tokens, C: tl.constexpr, BY_TOKEN: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr
-):
-    "The first step of a code by windows: M tokens of one head, for the search."
-    blocks = (tokens + M - 1) // M
-    head = tl.program_id(0) // blocks
-    i = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    lo, hi = _rotated_tokens(side, _held_of(side, head, C), i, head, i < tokens, C, M, WIDE)
-    room = _room_of(side, i, head, tokens, C, BY_TOKEN, M)
-    leave_vectors(lo, hi, room, i < tokens, C.D)
-
-
-@triton.jit
-def _append_side(
-    side,  # a `_Side`
-    memory,
-    SLOTS,
-    tokens,
-    C: tl.constexpr,
-    A: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WIDE: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """M tokens of one head: codes and scales of those that lead and of all that share their
-    bytes, if STEPS is 4; 1: none does. Of a code by windows symbols were searched before."""
-    CELLS, SCALES, block_stride, head_stride = memory
-    HALF: tl.constexpr = C.HALF
-    blocks = (tokens + M - 1) // M
-    head = tl.program_id(0) // blocks
-    i = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    slot = tl.load(SLOTS + i, mask=i < tokens, other=-1)
-    t = slot % (4 * R)
-    leads = slot >= 0
-    if STEPS > 1:
-        before = tl.load(SLOTS + i - R, mask=(i >= R) & (i < tokens), other=-1)
-        leads = leads & ((before != slot - R) | (t < R))
-    if tl.max(leads.to(tl.int32), 0) > 0:
-        cell = (slot // (4 * R)).to(tl.int64) * block_stride + head.to(tl.int64) * head_stride
-        row = (t % R).to(tl.int32)
-        if C.CHAIN == 0:
-            held = _held_of(side, head, C)
-            edges, levels = load_table(side.table, C.BITS)
-        to = CELLS + cell[:, None]
-        planes = to + A.first, to + A.second, to + A.third
-        planes = plane_bytes(planes, 0, row, leads, C, BY_TOKEN, R)
-        older = load_older(planes, C.BITS)
-        word = tl.zeros((M, HALF), tl.int32)
-        new = row * 0
-        for q in range(STEPS):
-            at = i + q * R
-            valid = leads
-            if STEPS > 1:
-                here = leads & (t + q * R < 4 * R)
-                there = tl.load(SLOTS + at, mask=here & (at < tokens), other=-1)
-                valid = here & (there == slot + q * R)
-            if tl.max(valid.to(tl.int32), 0) > 0:
-                if C.CHAIN == 0:
-                    lo, hi = _rotated_tokens(side, held, at, head, valid, C, M, WIDE)
-                    pair, scale, _, _ = measure_pairs(
-                        lo, hi, edges, levels, side.factor, C, WIDE
-                    )
-                else:
-                    room = _room_of(side, at, head, tokens, C, BY_TOKEN, M)
-                    pair, scale, _, _ = take_symbols(room, valid, side.factor, C)
-                tl.store(
-                    SCALES + (cell // 2 + (A.scales // 2) + t + q * R),
-                    scale.to(SCALES.dtype.element_ty),
-                    mask=valid,
-                )
-                quarter = (t // R).to(tl.int32) + q
-                bit = (quarter & 1) * 4 + (quarter >> 1) * 2
-                new |= tl.where(valid, 3 << bit, 0)
-                # bit 31 is a code's
-                word += tl.mul(
-                    pair, tl.where(valid, 1 << 2 * bit, 0)[:, None], sanitize_overflow=False
-                )
-        store_planes(planes, word, older, 255 - new, C.BITS, False)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _append_kernel(
-    KX,
-    kt,
-    kh,
-    KW,
-    KTAB,
-    kfactor,
-    VX,
-    vt,
-    vh,
-    VW,
-    VTAB,
-    vfactor,
-    MEAN,
-    CELLS,
-    SCALES,
-    SLOTS,
-    block_stride,
-    head_stride,
-    tokens,
-    KC: tl.constexpr,
-    VC: tl.constexpr,
-    KA: tl.constexpr,
-    VA: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WIDE: tl.constexpr,
-    STEPS: tl.constexpr,
-    PDL: tl.constexpr,
-    STEP: tl.constexpr = 0,
-):
-    """STEP 1 leaves vectors of a code by windows to the search for their symbols, which step 2
-    takes; sides with a table are done in step 1. 0: both sides have tables."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    memory = (CELLS, SCALES, block_stride, head_stride)
-    if tl.program_id(1) == 0:
-        key = _Side(KX, kt, kh, KW, KTAB, kfactor, MEAN)
-        if STEP == 1 and KC.CHAIN > 0:
-            _vectors(key, tokens, KC, False, M, WIDE)
-        elif STEP < 2 or KC.CHAIN > 0:
-            _append_side(key, memory, SLOTS, tokens, KC, KA, False, R, M, WIDE, STEPS)
-    else:
-        value = _Side(VX, vt, vh, VW, VTAB, vfactor, MEAN)
-        if STEP == 1 and VC.CHAIN > 0:
-            _vectors(value, tokens, VC, True, M, WIDE)
-        elif STEP < 2 or VC.CHAIN > 0:
-            _append_side(value, memory, SLOTS, tokens, VC, VA, True, R, M, WIDE, STEPS)
 
 # %% ../../nbs/reference/kernels_cells.ipynb #45b0000d
 def check_int32(dims: int, **named: Tensor) -> None:
@@ -382,48 +171,25 @@ def append_cells(
         )
 
 
-_append_launcher = Launcher(_append_kernel)
+def _search(code, x: Tensor, to: tuple) -> None:
+    "A search for the symbols of any number of vectors."
+    find_symbols(code.trellis, x, code.tables[0], code.windows.levels, to=to)
 
 
 def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Tensor) -> None:
     "Tokens whose vectors lie in memory at once, where codes are by windows."
-    heads = cache.shape[1]
-    count = cache.shape[1] * len(slots)
-    rows, options = short_config(plan.vector_size, device_properties(plan.device).roomy)
-    room = window_room(count, plan.vector_size, k.device) if plan.chained else None
-    (one, key_table), (two, value_table) = plan.sides
-    kc, vc = plan.constants(k.dtype)
-    named = plan.memory(cache) | dict(
-        KX=k,
-        **strides(k, "kt", "kh"),
-        KW=one.parts,
-        KTAB=room if key_table is None else key_table,
-        kfactor=one.factor,
-        VX=v,
-        **strides(v, "vt", "vh"),
-        VW=two.parts,
-        VTAB=room if value_table is None else value_table,
-        vfactor=two.factor,
-        SLOTS=slots,
-        tokens=len(slots),
-        KC=kc,
-        VC=vc,
-        KA=plan.offsets[0],
-        VA=plan.offsets[1],
-        R=plan.cell.tokens // 4,
-        M=rows,
-        WIDE=lacks_bf16(plan.device),
+    coder, memory = plan.coder(k.dtype), plan.memory(cache)
+    side = *[cache] * 3, memory["SCALES"], cache, cache
+    mean = slots if plan.center is None else plan.rotated_center
+    k, v = (x.transpose(0, 1)[None] for x in (k, v))  # [1, H, T, d]
+    named = coder.named(k, v, (side, side), (mean, *[slots] * 5), Place(0))
+    (key, value), of_head = plan.offsets, dict(cell_stride=memory["head_stride"])
+    named |= of_head | dict(KA=key, VA=value, block_stride=memory["block_stride"], n=1, each=1)
+    form = coder.form._replace(
         STEPS=1 if len(slots) <= plan.cell.tokens // 4 else 4,
         PDL=device_properties(plan.device).dependent,
     )
-    named["MEAN"] = named["VTAB"] if plan.center is None else plan.rotated_center
-    for step in (1, 2) if plan.chained else (0,):
-        if step == 2:
-            for code, x, to in window_searches(plan.by_window, room, count, plan.vector_size):
-                tables = code.tables[0], code.windows.levels
-                find_symbols(code.trellis, x, *tables, to=to)
-        grid = heads * -(-len(slots) // rows), 2, 1
-        _append_launcher(grid, named | dict(STEP=step), {}, **options)
+    coder.launch_rows(named, len(slots), form, coder.options, search=_search)
 
 # %% ../../nbs/reference/kernels_cells.ipynb #45b0001j
 @triton.jit(do_not_specialize=["early"])

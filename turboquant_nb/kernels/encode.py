@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['MATRIX_PARTS', 'READY', 'RotationOperand', 'CodedSide', 'packed_order', 'CodingConstants', 'hold_matrix', 'load_mean',
-           'rotate_rows', 'half_table', 'load_table', 'measure_pairs', 'plane_bytes', 'load_older', 'store_planes',
-           'encode_kernel', 'is_interpreted', 'DeviceProperties', 'device_properties', 'device_refuses', 'is_current',
-           'strides', 'Launch', 'Launcher', 'chain_places', 'between_steps', 'leave_vectors', 'take_symbols',
-           'short_kernel', 'refuses', 'short_config', 'lacks_bf16', 'quantizer_tables', 'window_room',
-           'window_searches', 'LongSide', 'ShortSide', 'Place', 'StoreSizes', 'prepare', 'encode_append', 'append']
+           'rotate_rows', 'half_table', 'load_table', 'measure_pairs', 'CodedTensors', 'locate_planes', 'locate_scales',
+           'plane_bytes', 'load_older', 'store_planes', 'CodedCall', 'CallForm', 'tile_kernel', 'is_interpreted',
+           'DeviceProperties', 'device_properties', 'device_refuses', 'is_current', 'strides', 'Launch', 'Launcher',
+           'RowTokens', 'find_rows', 'chain_places', 'between_steps', 'leave_vectors', 'take_symbols', 'code_side',
+           'row_kernel', 'refuses', 'short_config', 'lacks_bf16', 'quantizer_tables', 'window_room', 'window_searches',
+           'search_few', 'rotated_mean', 'SidePlan', 'Place', 'StoreSizes', 'AppendPlan', 'shared_plan', 'prepare',
+           'encode_append', 'append']
 
 # %% ../../nbs/18_encode.ipynb #02770075
 from dataclasses import dataclass
@@ -111,7 +113,7 @@ class CodedSide(NamedTuple):
     bits: int
     mode: str  # of the scale: "norm", "mse" or "unbiased"
     scale: torch.dtype
-    mean: torch.dtype | None = None  # None: no mean
+    centred: bool = False  # is there a mean?
     rope: int = 0  # channels in which a mean is rotated to each position
     chain: int = 0  # room for a vector of a code by windows; 0: by edges
 
@@ -132,7 +134,7 @@ class CodingConstants:
     BITS: int
     MODE: int  # of the scale: 0 norm, 1 least squares, 2 unbiased
     X_PARTS: int  # bf16 parts of a state
-    MEAN_PARTS: int  # of a mean that is rotated and subtracted after the product; 0: none
+    MEAN: bool  # is a rotated mean subtracted after the product?
     W_PARTS: int  # of the rotation
     LARGEST: float  # scale that can be stored
     BUTTERFLY: bool  # are sum and difference of two products of half the width taken?
@@ -157,7 +159,7 @@ class CodingConstants:
 def _constants(
     side: CodedSide, parts: int, butterfly: bool, per_head: bool, large: bool
 ) -> CodingConstants:
-    d, dtype, bits, mode, scale, mean, rope, chain = side
+    d, dtype, bits, mode, scale, centred, rope, chain = side
     order, places = packed_order(d) if chain else (0, 0)
     half = max(16, 1 << (d // 2 - 1).bit_length())
     rows = 64 if parts == 1 else 32  # what two stages of the rotation leave room for
@@ -172,7 +174,7 @@ def _constants(
         BITS=bits,
         MODE=_MODES[mode],
         X_PARTS=3 if rope else x_parts,
-        MEAN_PARTS=0 if mean is None or rope else MATRIX_PARTS[mean],
+        MEAN=centred and not rope,
         W_PARTS=parts,
         LARGEST=torch.finfo(scale).max,
         BUTTERFLY=butterfly,
@@ -220,7 +222,7 @@ def load_mean(at, C: tl.constexpr):
     HALF: tl.constexpr = C.HALF
     m_lo = tl.zeros((1, HALF), tl.float32)
     m_hi = m_lo
-    if C.MEAN_PARTS > 0:
+    if C.MEAN:
         j = tl.arange(0, HALF)[None, :]
         m_lo = tl.load(at + j, mask=j < D // 2, other=0.0)
         m_hi = tl.load(at + D // 2 + j, mask=j < D // 2, other=0.0)
@@ -418,11 +420,48 @@ def _bit_bytes(word, SHIFT: tl.constexpr):
     return (v | v >> 4) & 0xFF
 
 # %% ../../nbs/18_encode.ipynb #a260e01a
+class CodedTensors(NamedTuple):
+    "What belongs to keys, or to values, as arguments of a kernel."
+
+    states: object
+    batch_stride: object
+    head_stride: object
+    token_stride: object
+    matrix: object  # of the rotation
+    table: object  # of the code; memory between the steps of a code by windows
+    factor: object
+    first: object  # planes
+    second: object
+    third: object
+    scales: object
+
+
 @triton.jit
-def plane_bytes(
-    planes, at, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
-):
-    "Where the bytes of these rows lie, in tile `at`; and which there are."
+def locate_planes(side, tile, C: tl.constexpr, A: tl.constexpr, R: tl.constexpr):
+    """Where the planes of a tile begin. A store's tiles lie one after the other, in a tensor
+    for each plane, and `tile` counts them; with places A in a cell it is the cell's first
+    byte."""
+    if A is None:
+        BIT: tl.constexpr = R * (C.D // 2)
+        BASE: tl.constexpr = BIT if C.BITS == 1 else 2 * BIT
+        return side.first + tile * BASE, side.second + tile * BIT, side.third + tile * BIT
+    else:
+        first, second = side.first + (tile + A.first), side.second + (tile + A.second)
+        return first, second, side.third + (tile + A.third)
+
+
+@triton.jit
+def locate_scales(side, tile, A: tl.constexpr, R: tl.constexpr):
+    "Where its scales begin."
+    if A is None:
+        return side.scales + tile * (4 * R)
+    else:
+        return side.scales + (tile // 2 + A.scales // 2)
+
+
+@triton.jit
+def plane_bytes(planes, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
+    "Where the bytes of these rows lie, in tiles whose planes begin there; which there are."
     P0, P1, P2 = planes
     D: tl.constexpr = C.D
     BITS: tl.constexpr = C.BITS
@@ -432,13 +471,13 @@ def plane_bytes(
         base, bit, upper = j * R + row, j * R + row, N * R
     else:
         base, bit, upper = row * D + j, row * N + j, N
-    places = (P0 + at * (R * D) + base, P0 + at * (R * D) + base + upper)
+    places = (P0 + base, P0 + base + upper)
     if BITS == 1:
-        places = (P0 + at * (R * N) + bit,)
+        places = (P0 + bit,)
     if BITS == 3:
-        places = places + (P1 + at * (R * N) + bit,)
+        places = places + (P1 + bit,)
     if BITS == 4:
-        places = places + (P1 + at * (R * N) + bit, P2 + at * (R * N) + bit)
+        places = places + (P1 + bit, P2 + bit)
     return places, (j < N) & mask[:, None]
 
 
@@ -476,246 +515,174 @@ def store_planes(planes, word, older, keep, BITS: tl.constexpr, WHOLE: tl.conste
         tl.store(places[i], (new >> 8 * i).to(tl.uint8), mask=mask)
 
 # %% ../../nbs/18_encode.ipynb #1bf6b231
+class CodedCall(NamedTuple):
+    "What keys and values share, as arguments of a kernel."
+
+    mean: object
+    cos_sin: object
+    start: object  # of each sequence
+    slots: object  # of an engine's tokens
+    heads: object
+    rows: object  # of a head, in a kernel that goes by rows
+    each: object  # of these, of a sequence; of whole tiles, of a program
+    first: object
+    base: object
+    n: object
+    tiles: object
+    limit: object
+    block_stride: object
+    cell_stride: object
+
+
+class CallForm(NamedTuple):
+    "What kernels that append are compiled for, besides `CodingConstants`."
+
+    R: int  # byte rows of a tile
+    M: int  # rows of a program
+    WIDE: bool  # are there no bf16 products and no PTX?
+    STATIC: bool = False  # does the device count?
+    # in a kernel that goes by rows:
+    STEPS: int = 1  # 4: tokens of one call may share bytes
+    SKIP: bool = False  # are whole tiles left out?
+    sinks: int = 0  # exact tokens to keep, where STEPS is 1
+    ring: int = 0
+    PDL: bool = False  # may the next kernel begin?
+
+
 @triton.jit
-def _whole(
-    side,
-    held,
-    centre,
-    rows,
-    tiles,
-    FLAG,
-    C: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    "M rows of `tiles` whole tiles of one head; sides, centres and rows as in `_side`."
-    _, _, _, sn, sd, _, TAB, planes, _, factor = side
-    x_at, scale_at, at, row, t = rows
-    m_lo, m_hi, mean, COS_SIN = centre
-    _, w0, w1 = held
+def _whole_tiles(side, call, FLAG, C: tl.constexpr, BY_TOKEN: tl.constexpr, F: tl.constexpr):
+    "M byte rows of `each` whole tiles of one head."
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
     XP: tl.constexpr = C.X_PARTS
-    MEAN: tl.constexpr = C.MEAN_PARTS > 0
     BUTTERFLY: tl.constexpr = C.BUTTERFLY
     ROPE: tl.constexpr = C.ROPE
     K: tl.constexpr = HALF if BUTTERFLY else 2 * HALF
-    k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
-    edges, levels = load_table(TAB, BITS)
-    word, none = tl.zeros((M, HALF), tl.int32), row * 0
-    finite, fitting = row >= 0, row >= 0
-    for step in range(4 * tiles):
-        x = (
-            tl.load(x_at)
-            if BUTTERFLY or D == K
-            else tl.load(x_at, mask=(k < D)[None, :], other=0.0)
-        )
-        cos_sin = COS_SIN + (tl.maximum(t, 0) * ROPE)[:, None]
-        if ROPE > 0:
-            x = _uncentre(x, k, mean, cos_sin, True, C)
-        lo = _add_product(zero, x, w0, w0, w0, XP, 1, WIDE)
-        if BUTTERFLY:
-            x = tl.load(x_at + HALF * sd)
-            if ROPE > 0:
-                x = _uncentre(x, k + HALF, mean, cos_sin, True, C)
-            hi = _add_product(zero, x, w1, w1, w1, XP, 1, WIDE)
-            lo, hi = lo + hi, lo - hi
-        else:
-            hi = _add_product(zero, x, w1, w1, w1, XP, 1, WIDE)
-        if MEAN:
-            lo, hi = lo - m_lo, hi - m_hi
-        pair, scale, f, g = measure_pairs(lo, hi, edges, levels, factor, C, WIDE)
-        tl.store(scale_at, scale.to(scale_at.dtype.element_ty))
-        finite, fitting = finite & f, fitting & g
-        quarter = step & 3
-        word += tl.mul(
-            pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False
-        )  # bit 31 is a code's
-        if quarter == 3:
-            places = plane_bytes(planes, at, row, row >= 0, C, BY_TOKEN, R)
-            store_planes(places, word, (), none, BITS, True)
-            word = tl.zeros((M, HALF), tl.int32)
-            at += 1
-        x_at += R * sn
-        scale_at += R
-        t += R
-    tl.store(FLAG + none, 1, mask=~finite)
-    tl.store(FLAG + 1 + none, 1, mask=~fitting)
-
-# %% ../../nbs/18_encode.ipynb #6ced2ba0
-@triton.jit
-def _partial(
-    side,
-    held,
-    centre,
-    rows,
-    start,
-    last,
-    FLAG,
-    C: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    "M rows of one tile of which tokens [start, last) are new."
-    _, _, _, sn, sd, _, TAB, planes, _, factor = side
-    x_at, scale_at, at, row, t0 = rows
-    m_lo, m_hi, mean, COS_SIN = centre
-    HALF: tl.constexpr = C.HALF
-    BITS: tl.constexpr = C.BITS
-    XP: tl.constexpr = C.X_PARTS
-    MEAN: tl.constexpr = C.MEAN_PARTS > 0
-    ROPE: tl.constexpr = C.ROPE
-    zero = tl.zeros((M, HALF), tl.float32)
-    edges, levels = load_table(TAB, BITS)
-    word, new = tl.zeros((M, HALF), tl.int32), row * 0  # slots of new tokens
-    finite, fitting = row >= 0, row >= 0
-    for quarter in range(start // R, (last + R - 1) // R):
-        t = quarter * R + row
-        valid = (t >= start) & (t < last) & (row < R)
-        here, ok = x_at + quarter * (R * sn), valid[:, None]
-        cos_sin = COS_SIN + (tl.maximum(t0 + quarter * R, 0) * ROPE)[:, None]
-        lo, hi = rotate_rows(here, sd, ok, held, zero, mean, cos_sin, C, XP, ROPE, WIDE)
-        if MEAN:
-            lo, hi = lo - m_lo, hi - m_hi
-        pair, scale, f, g = measure_pairs(lo, hi, edges, levels, factor, C, WIDE)
-        tl.store(scale_at + quarter * R, scale.to(scale_at.dtype.element_ty), mask=valid)
-        finite, fitting = finite & (f | ~valid), fitting & (g | ~valid)
-        slot = (quarter & 1) * 4 + (quarter >> 1) * 2
-        new |= tl.where(valid, 3 << slot, 0)
-        word += tl.mul(
-            pair, tl.where(valid, 1 << 2 * slot, 0)[:, None], sanitize_overflow=False
-        )
-    tl.store(FLAG + row * 0, 1, mask=~finite)
-    tl.store(FLAG + 1 + row * 0, 1, mask=~fitting)
-    places = plane_bytes(planes, at, row, new != 0, C, BY_TOKEN, R)
-    store_planes(places, word, load_older(places, BITS), 255 - new, BITS, False)
-
-# %% ../../nbs/18_encode.ipynb #3b752378
-@triton.jit
-def _side(
-    side,  # what belongs to keys or to values
-    shared,
-    FLAG,
-    C: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WHOLE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Byte rows of one block of one head: in `each` whole tiles, or in one that is partly new.
-    Rows are where their states, scales and bytes begin, and their positions."""
-    X, sb, sh, sn, sd, W, _, _, SCALE, _ = side
-    MEAN, COS_SIN, START, heads, first, base, n, tiles, each = shared
-    D: tl.constexpr = C.D
-    HALF: tl.constexpr = C.HALF
-    XP: tl.constexpr = C.X_PARTS
-    ROPE: tl.constexpr = C.ROPE
-    K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
-    TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
+    R: tl.constexpr = F.R
+    M: tl.constexpr = F.M
+    WIDE: tl.constexpr = F.WIDE
+    TYPE: tl.constexpr = side.states.dtype.element_ty if XP == 1 else tl.bfloat16
     BLOCKS: tl.constexpr = (R + M - 1) // M
     chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     bh = tl.program_id(1).to(tl.int64)
+    b, head = bh // call.heads, bh % call.heads
     row, k = block * M + tl.arange(0, M), tl.arange(0, K)
-    m_lo, m_hi = load_mean(MEAN + bh % heads * D, C)
-    held = hold_matrix(W, bh % heads, C, TYPE)
-    if WHOLE:
-        tile = (first + 4 * R - 1) // (4 * R) + chunk * each
-        count = tl.minimum((first + n) // (4 * R) - tile, each)
-    else:
-        tile, top = first // (4 * R), tl.maximum(first + n - 1, first) // (4 * R)
-        tile += chunk * tl.where(
-            each > 0, each, top - tile
-        )  # all tiles, or the first and the last
-        start = tl.maximum(first - tile * (4 * R), 0)
-        last = tl.minimum(first + n - tile * (4 * R), 4 * R)
-        count = (last > start) & (
-            (each > 0) | (last - start < 4 * R) & ((chunk == 0) | (tile > first // (4 * R)))
-        )
-    x_at = X + (bh // heads) * sb + (bh % heads) * sh
-    x_at += (row + (tile * (4 * R) - first)).to(tl.int64)[:, None] * sn + k[None, :].to(
-        tl.int64
-    ) * sd
-    scale_at, at = SCALE + (bh * tiles + tile) * (4 * R) + row, bh * tiles + tile
-    t, mean = row + tile * (4 * R) + base, MEAN + bh % heads * D
+    mean = call.mean + head * D
+    m_lo, m_hi = load_mean(mean, C)
+    W, w_lo, w_hi = hold_matrix(side.matrix, head, C, TYPE)
+    tile = (call.first + 4 * R - 1) // (4 * R) + chunk * call.each
+    count = tl.minimum((call.first + call.n) // (4 * R) - tile, call.each)
+    x_at = side.states + b * side.batch_stride + head * side.head_stride
+    token = (row + (tile * (4 * R) - call.first)).to(tl.int64)
+    x_at += token[:, None] * side.token_stride + k[None, :]
+    at = bh * call.tiles + tile
+    scale_at = locate_scales(side, at, None, R) + row
+    t = row + tile * (4 * R) + call.base
     if ROPE > 0:
-        t -= tl.load(START + bh // heads).to(tl.int32)
-    rows, centre = (x_at, scale_at, at, row, t), (m_lo, m_hi, mean, COS_SIN)
+        t -= tl.load(call.start + b).to(tl.int32)
     if count > 0:
-        if WHOLE:
-            _whole(side, held, centre, rows, count, FLAG, C, BY_TOKEN, R, M, WIDE)
-        else:
-            _partial(side, held, centre, rows, start, last, FLAG, C, BY_TOKEN, R, M, WIDE)
+        zero = tl.zeros((M, HALF), tl.float32)
+        edges, levels = load_table(side.table, BITS)
+        word, none = tl.zeros((M, HALF), tl.int32), row * 0
+        finite, fitting = row >= 0, row >= 0
+        for step in range(4 * count):
+            x = (
+                tl.load(x_at)
+                if BUTTERFLY or D == K
+                else tl.load(x_at, mask=(k < D)[None, :], other=0.0)
+            )
+            cos_sin = call.cos_sin + (tl.maximum(t, 0) * ROPE)[:, None]
+            if ROPE > 0:
+                x = _uncentre(x, k, mean, cos_sin, True, C)
+            lo = _add_product(zero, x, w_lo, w_lo, w_lo, XP, 1, WIDE)
+            if BUTTERFLY:
+                x = tl.load(x_at + HALF)
+                if ROPE > 0:
+                    x = _uncentre(x, k + HALF, mean, cos_sin, True, C)
+                hi = _add_product(zero, x, w_hi, w_hi, w_hi, XP, 1, WIDE)
+                lo, hi = lo + hi, lo - hi
+            else:
+                hi = _add_product(zero, x, w_hi, w_hi, w_hi, XP, 1, WIDE)
+            if C.MEAN:
+                lo, hi = lo - m_lo, hi - m_hi
+            pair, scale, f, g = measure_pairs(lo, hi, edges, levels, side.factor, C, WIDE)
+            tl.store(scale_at, scale.to(scale_at.dtype.element_ty))
+            finite, fitting = finite & f, fitting & g
+            quarter = step & 3
+            word += tl.mul(
+                pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False
+            )  # bit 31 is a code's
+            if quarter == 3:
+                planes = locate_planes(side, at, C, None, R)
+                places = plane_bytes(planes, row, row >= 0, C, BY_TOKEN, R)
+                store_planes(places, word, (), none, BITS, True)
+                word = tl.zeros((M, HALF), tl.int32)
+                at += 1
+            x_at += R * side.token_stride
+            scale_at += R
+            t += R
+        tl.store(FLAG + none, 1, mask=~finite)
+        tl.store(FLAG + 1 + none, 1, mask=~fitting)
 
 # %% ../../nbs/18_encode.ipynb #a262aeae
 @triton.jit(do_not_specialize=["first", "base", "n", "tiles", "limit", "each"])
-def encode_kernel(
+def tile_kernel(
     KX,
     ksb,
     ksh,
     ksn,
-    ksd,
     KW,
     KTAB,
+    kfactor,
     KP0,
     KP1,
     KP2,
     KSCALE,
-    kfactor,
     VX,
     vsb,
     vsh,
     vsn,
-    vsd,
     VW,
     VTAB,
+    vfactor,
     VP0,
     VP1,
     VP2,
     VSCALE,
-    vfactor,
     MEAN,
     COS_SIN,
     START,
     POSITION,
     FLAG,
     heads,
+    each,
     first,
     base,
     n,
     tiles,
     limit,
-    each,
     KC: tl.constexpr,
     VC: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    STATIC: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE: tl.constexpr,
+    F: tl.constexpr,
 ):
-    if STATIC:
+    if F.STATIC:
         first = tl.load(POSITION)
         n = tl.where(first + n <= limit, n, 0)
-    shared = (MEAN, COS_SIN, START, heads, first, base, n, tiles, each)
+    call = CodedCall(
+        MEAN, COS_SIN, START, 0, heads, 0, each, first, base, n, tiles, limit, 0, 0
+    )
     if tl.program_id(2) == 0:
-        planes = KP0, KP1, KP2
-        key = KX, ksb, ksh, ksn, ksd, KW, KTAB, planes, KSCALE, kfactor
-        _side(key, shared, FLAG, KC, False, R, M, WHOLE, WIDE)
+        key = CodedTensors(KX, ksb, ksh, ksn, KW, KTAB, kfactor, KP0, KP1, KP2, KSCALE)
+        _whole_tiles(key, call, FLAG, KC, False, F)
     else:
-        planes = VP0, VP1, VP2
-        value = VX, vsb, vsh, vsn, vsd, VW, VTAB, planes, VSCALE, vfactor
-        _side(value, shared, FLAG + 2, VC, True, R, M, WHOLE, WIDE)
+        value = CodedTensors(VX, vsb, vsh, vsn, VW, VTAB, vfactor, VP0, VP1, VP2, VSCALE)
+        _whole_tiles(value, call, FLAG + 2, VC, True, F)
 
 # %% ../../nbs/18_encode.ipynb #53cd24d8
 def is_interpreted() -> bool:
     "Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when it was imported)."
-    return "Interpreted" in type(encode_kernel).__name__
+    return "Interpreted" in type(tile_kernel).__name__
 
 
 class DeviceProperties(NamedTuple):
@@ -816,7 +783,7 @@ class Launcher:
         general = {*constants, *(getattr(kernel, "do_not_specialize", None) or ()), *_FLOATS}
         tensors = [n for n in parameters if n not in constants and n[0].isupper()]
         numbers = [n for n in parameters if n not in general and n[0].islower()]
-        self.kernel = kernel
+        self.kernel, self.names = kernel, tensors
         self.places = {name: i for i, name in enumerate(parameters)}
         pick = lambda names: (
             operator.itemgetter(*names)
@@ -827,24 +794,25 @@ class Launcher:
             pick, (list(parameters), constants, tensors, numbers)
         )
 
-    def kind(self, named: dict, options: dict = {}) -> tuple:
-        "What Triton compiles for."
-        numbers, tensors = self.numbers(named), self.tensors(named)
-        addresses = list(map(Tensor.data_ptr, tensors))
+    def sizes(self, named: dict, addresses: list) -> tuple:
+        "What Triton compiles for of numbers and addresses."
         aligned = reduce(operator.or_, addresses) & 15 == 0 or tuple(
             [a & 15 == 0 for a in addresses]
         )
-        sizes = (
-            tuple([-1 if x == 1 else x & 15 == 0 for x in numbers]),
-            numbers if max(numbers, default=0) >> 31 else 0,
-        )
+        # 1 is a constant; a multiple of 16 is known as one, what needs 64 bits has them
+        return aligned, *[
+            -1 if x == 1 else (x & 15 == 0) + 2 * (x >> 31 > 0) for x in self.numbers(named)
+        ]
+
+    def kind(self, named: dict, options: dict = {}) -> tuple:
+        "What Triton compiles for."
+        tensors = self.tensors(named)
         return (
             self,
             tensors[0].device,
             self.constants(named),
             tuple(map(_type, tensors)),
-            aligned,
-            sizes,
+            self.sizes(named, list(map(Tensor.data_ptr, tensors))),
             *options.items(),
         )
 
@@ -862,37 +830,98 @@ class Launcher:
                 READY[kind] = compiled
         return Launch(compiled, grid, args, self.places, slots)
 
+    def launch_known(self, grid: tuple, named: dict, ready: dict, **options) -> None:
+        """Launch for who always has the same constants and types of tensors, and keeps what was
+        compiled for them in `ready`. Of tensors a compiled kernel gets the addresses."""
+        addresses = list(map(Tensor.data_ptr, self.tensors(named)))
+        kind = self.sizes(named, addresses)
+        if compiled := ready.get(kind):
+            compiled[grid](*self.ordered(named | dict(zip(self.names, addresses))))
+        elif compiled := self.kernel[grid](*self.ordered(named), **options):
+            ready[kind] = compiled
+
     def plain(self, grid: int, named: dict, **options) -> None:
         "Launch by Triton's own search."
         self.kernel[(grid,)](*self.ordered(named), **options)
 
+# %% ../../nbs/18_encode.ipynb #226585ac
+class RowTokens(NamedTuple):
+    "The tokens of the rows of a program, in a kernel."
+
+    r: object  # rows, counted through all sequences
+    b: object  # sequence
+    head: object
+    i: object  # token, counted among those that are new
+    p: object  # counted from the first tile; an engine's slot
+    t: object  # in its tile
+    tile: object  # as `locate_planes` takes it
+    there: object  # whether there is a state
+    valid: object  # whether it is coded
+    lost: object  # whether it finds no room, first of its sequence
+
+
+@triton.jit
+def find_rows(call, A: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr):
+    """Which tokens M rows of one head begin with. Of a store's with several steps these are the
+    first R of its new tokens and of each tile after them, without whole ones if SKIP; of an
+    engine's those that nothing before them shares bytes with."""
+    R: tl.constexpr = F.R
+    M: tl.constexpr = F.M
+    blocks = (call.rows + M - 1) // M
+    head = tl.program_id(0) // blocks
+    r = tl.program_id(0) % blocks * M + tl.arange(0, M)
+    there = r < call.rows
+    if A is None:
+        first, n = call.first, call.n
+        b, i = (r // call.each).to(tl.int64), r % call.each
+        valid, lost = there, there
+        if STEPS > 1:
+            begun = tl.minimum((4 * R - first % (4 * R)) % (4 * R), n)  # tokens of its tile
+            part, i = i // R, i % R
+            if F.SKIP:
+                part += tl.where(part > 0, (n - begun) // (4 * R), 0)
+            there &= i + tl.maximum(part - 1, 0) * (4 * R) < tl.where(
+                part > 0, n - begun, begun
+            )
+            i += tl.where(part > 0, begun + (part - 1) * (4 * R), 0)
+            valid = there
+        elif F.STATIC:
+            fits = first + n <= call.limit
+            valid, lost = there & fits, there & (i == 0) & (first > 0) & (fits == 0)
+        p = first + i
+        t = p % (4 * R)
+        tile = (b * call.heads + head) * call.tiles + p // (4 * R)
+    else:
+        b, i, lost = (r * 0).to(tl.int64), r, there
+        p = tl.load(call.slots + i, mask=there, other=-1)
+        t = (p % (4 * R)).to(tl.int32)
+        valid = p >= 0
+        if STEPS > 1:
+            before = tl.load(call.slots + i - R, mask=there & (i >= R), other=-1)
+            valid &= (before != p - R) | (t < R)
+        tile = (p // (4 * R)).to(tl.int64) * call.block_stride
+        tile += head.to(tl.int64) * call.cell_stride
+    return RowTokens(r, b, head, i, p, t, tile, there, valid, lost)
+
 # %% ../../nbs/18_encode.ipynb #226585ab
 @triton.jit
-def _copy(
-    x,
-    SINKS,
-    RING,
-    begin,
-    place,
-    i,
-    first,
-    n,
-    sinks: tl.constexpr,
-    ring: tl.constexpr,
-    D: tl.constexpr,
-    K: tl.constexpr,
-):
+def _copy(x, exact, call, rows, begin, bh, C: tl.constexpr, F: tl.constexpr):
     """Rows x into the ring and among the sinks; where they are lost, NaN into the last token's
     slot."""
-    k = tl.arange(0, K)[None, :]
-    _, bh, p, valid, lost = place
+    sinks: tl.constexpr = F.sinks
+    ring: tl.constexpr = F.ring
+    D: tl.constexpr = C.D
+    k = tl.arange(0, 2 * C.HALF)[None, :]
+    SINKS, RING = exact
+    p, valid = rows.p, rows.valid
     ok = k < D
     if ring > 0:
         at = RING + (bh * ring + p % ring)[:, None] * D + k
-        tl.store(at, x, mask=(valid & (i >= n - ring))[:, None] & ok)
-        at = RING + (bh * ring + (first - 1) % ring)[:, None] * D + k
-        nothing = (x.to(tl.float32) * 0 + float("nan")).to(x.dtype)
-        tl.store(at, nothing, mask=lost[:, None] & ok)
+        tl.store(at, x, mask=(valid & (rows.i >= call.n - ring))[:, None] & ok)
+        if F.STATIC:
+            at = RING + (bh * ring + (call.first - 1) % ring)[:, None] * D + k
+            nothing = (x.to(tl.float32) * 0 + float("nan")).to(x.dtype)
+            tl.store(at, nothing, mask=rows.lost[:, None] & ok)
     if sinks > 0:
         s = p - begin
         at = SINKS + (bh * sinks + s)[:, None] * D + k
@@ -964,119 +993,152 @@ def take_symbols(room, valid, factor, C: tl.constexpr):
 
 # %% ../../nbs/18_encode.ipynb #d3649d12
 @triton.jit
-def _row_planes(side, shared, place, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
-    "Where these rows' bytes lie; no two share one: a short append has at most R tokens."
-    _, _, _, _, _, _, _, planes, _, _, _ = side
-    tiles = shared[8]
-    _, bh, p, valid, _ = place
-    at = (bh * tiles + p // (4 * R))[:, None]
-    return plane_bytes(planes, at, p % (4 * R) % R, valid, C, BY_TOKEN, R)
+def _has_work(mask, STEPS: tl.constexpr):
+    "Whether any row has something to do. In one step each program has: it asks for nothing."
+    if STEPS > 1:
+        return tl.max(mask.to(tl.int32), 0) > 0
+    else:
+        return tl.constexpr(True)
 
 
 @triton.jit
-def _put_row(side, shared, FLAG, found, place, planes, older, C: tl.constexpr, R: tl.constexpr):
-    "Codes and scales of these rows to their places."
-    SCALE, first, tiles = side[8], shared[5], shared[8]
-    pair, scale, finite, fitting = found
-    r, bh, p, valid, lost = place
-    tile, t = p // (4 * R), p % (4 * R)
-    slot = (t // R & 1) * 4 + (t // R >> 1) * 2
-    tl.store(
-        SCALE + (bh * tiles + tile) * (4 * R) + t, scale.to(SCALE.dtype.element_ty), mask=valid
-    )
-    nothing = ((r * 0).to(tl.float32) + float("nan")).to(SCALE.dtype.element_ty)
-    tl.store(SCALE + bh * tiles * (4 * R) + first - 1, nothing, mask=lost)
-    word = tl.mul(pair, (1 << 2 * slot)[:, None], sanitize_overflow=False)
-    store_planes(planes, word, older, 255 - (3 << slot), C.BITS, False)
-    tl.store(FLAG + r * 0, 1, mask=valid & ~finite)
-    tl.store(FLAG + 1 + r * 0, 1, mask=valid & ~fitting)
-
-
-@triton.jit
-def _short(
-    side,  # what belongs to keys or to values
-    shared,
+def _code_rows(
+    side,
+    exact,  # sinks and ring
+    call,
+    rows,
     FLAG,
     C: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    sinks: tl.constexpr,
-    ring: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    WIDE: tl.constexpr,
+    A: tl.constexpr,
+    F: tl.constexpr,
+    STEPS: tl.constexpr,
     STEP: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ):
-    """M of the rows (sequence, token) of one head: exact copies, codes and scales. STEP: 0, or
-    which of the two that a code by windows takes."""
-    X, sb, sh, sn, W, TAB, factor, _, _, SINKS, RING = side
-    MEAN, START, COS_SIN, heads, rows, first, base, n, tiles, limit = shared
+    """Exact copies, codes and scales of these rows, and of tokens R, 2 R and 3 R later that
+    share their bytes, if there are STEPS. STEP: 0, or which of the two that a code by windows
+    takes."""
+    X, r, b, t, there, valid = side.states, rows.r, rows.b, rows.t, rows.there, rows.valid
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
     BITS: tl.constexpr = C.BITS
     XP: tl.constexpr = C.X_PARTS
-    MP: tl.constexpr = C.MEAN_PARTS  # parts of the mean; 0: none, or a pre-RoPE mean
     ROPE: tl.constexpr = C.ROPE
+    R: tl.constexpr = F.R
+    M: tl.constexpr = F.M
+    WIDE: tl.constexpr = F.WIDE
     TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
-    blocks = (rows + M - 1) // M
-    head = tl.program_id(0) // blocks
-    r = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    b, i = (r // n).to(tl.int64), r % n
-    bh = b * heads + head
-    p, fits = first + i, first + n <= limit
-    valid, lost = (r < rows) & fits, (r < rows) & (i == 0) & (first > 0) & (fits == 0)
-    x_at, there = X + b * sb + head.to(tl.int64) * sh + i * sn, r < rows
     VALUES: tl.constexpr = 1 if BY_TOKEN else 0
-    place = (r, bh, p, valid, lost)
+    n = call.n if A is None else call.rows
+    bh = b * call.heads + rows.head
+    x_at = X + b * side.batch_stride + rows.head.to(tl.int64) * side.head_stride
     # nothing is written before all is read that does not hang on it: each wait is for memory
-    if sinks > 0 or ROPE > 0:
-        begin = tl.load(START + b, mask=there, other=0).to(tl.int32)
-    else:
-        begin = r * 0
+    begin = r * 0
+    if F.sinks > 0 or ROPE > 0:
+        begin = tl.load(call.start + b, mask=there, other=0).to(tl.int32)
     if STEP < 2:
-        k = tl.arange(0, 2 * HALF)[None, :]
-        if sinks + ring > 0:
-            x = tl.load(x_at[:, None] + k, mask=there[:, None] & (k < D), other=0.0)
-        held = hold_matrix(W, head, C, TYPE)
+        if F.sinks + F.ring > 0:
+            j = tl.arange(0, 2 * HALF)[None, :]
+            exactly = (x_at + rows.i * side.token_stride)[:, None] + j
+            x = tl.load(exactly, mask=there[:, None] & (j < D), other=0.0)
+        held = hold_matrix(side.matrix, rows.head, C, TYPE)
+        m_lo, m_hi = load_mean(call.mean + rows.head * D, C)
     if STEP == 0:
-        edges, levels = load_table(TAB, BITS)
+        edges, levels = load_table(side.table, BITS)
     if STEP != 1:
-        planes = _row_planes(side, shared, place, C, BY_TOKEN, R)
-        older = load_older(planes, BITS)
-    if STEP < 2:
-        K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
-        k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
-        # the mean of one head as an address for each row (r // rows is 0 where there is one):
-        # what is alike in all rows would stay in registers, 191 where sm_80 has 168
-        at = MEAN + ((r // rows).to(tl.int64) + head)[:, None] * D
-        cos_sin = COS_SIN + (r * 0)[:, None]
-        ok = there[:, None]
-        if ROPE > 0:
-            t = tl.where(valid, tl.maximum(p + base - begin, 0), 0)
-            cos_sin = COS_SIN + (t * ROPE)[:, None]
-        x_at = x_at[:, None] + k
-        lo, hi = rotate_rows(x_at, 1, ok, held, zero, at, cos_sin, C, XP, ROPE, WIDE)
-        if MP > 0:
-            W, w_lo, w_hi = held
-            held = W, w_lo.to(tl.bfloat16), w_hi.to(tl.bfloat16)
-            m_lo, m_hi = rotate_rows(at + k, 1, ok, held, zero, at, cos_sin, C, MP, 0, WIDE)
-            lo, hi = lo - m_lo, hi - m_hi
-        if sinks + ring > 0:
-            _copy(x, SINKS, RING, begin, place, i, first, n, sinks, ring, D, 2 * HALF)
-    if STEP > 0:
-        count = (heads * rows).to(tl.int64)
-        room = between_steps(TAB, bh * n + i, count, C, VALUES)
-    if STEP == 0:
-        found = measure_pairs(lo, hi, edges, levels, factor, C, WIDE)
-    elif STEP == 1:
-        leave_vectors(lo, hi, room, there, D)
-    else:
-        found = take_symbols(room, valid, factor, C)
+        planes = locate_planes(side, rows.tile[:, None], C, A, R)
+        scale_at = locate_scales(side, rows.tile, A, R)
+        places = plane_bytes(planes, t % R, valid, C, BY_TOKEN, R)
+        if STEPS == 1:
+            older = load_older(places, BITS)
+    word, new = tl.zeros((M, HALF), tl.int32), r * 0  # slots of new tokens
+    finite, fitting = r >= 0, r >= 0
+    for q in range(STEPS):
+        i, ok, now = rows.i + q * R, there, valid
+        if STEPS > 1:
+            now = valid & (t + q * R < 4 * R) & (i < n)
+            if A is not None:
+                now &= tl.load(call.slots + i, mask=now, other=-1) == rows.p + q * R
+            ok = now
+        if _has_work(now, STEPS):
+            if STEP < 2:
+                K: tl.constexpr = HALF if C.BUTTERFLY else C.SLICE
+                k, zero = tl.arange(0, K), tl.zeros((M, HALF), tl.float32)
+                # a pre-RoPE mean as an address for each row (r // rows is 0 where there is
+                # one): what is alike in all rows would stay in registers
+                at = call.mean + ((r // call.rows).to(tl.int64) + rows.head)[:, None] * D
+                cos_sin = call.cos_sin + (r * 0)[:, None]
+                if ROPE > 0:
+                    turn = tl.maximum(rows.p + q * R + call.base - begin, 0)
+                    cos_sin = call.cos_sin + (tl.where(now, turn, 0) * ROPE)[:, None]
+                here = (x_at + i.to(tl.int64) * side.token_stride)[:, None] + k
+                lo, hi = rotate_rows(
+                    here, 1, ok[:, None], held, zero, at, cos_sin, C, XP, ROPE, WIDE
+                )
+                if C.MEAN:
+                    lo, hi = lo - m_lo, hi - m_hi
+                if F.sinks + F.ring > 0:
+                    _copy(x, exact, call, rows, begin, bh, C, F)
+            if STEP > 0:
+                count = (call.heads * call.rows).to(tl.int64)
+                room = between_steps(side.table, bh * n + i, count, C, VALUES)
+            if STEP == 1:
+                leave_vectors(lo, hi, room, ok, D)
+            else:
+                if STEP == 0:
+                    found = measure_pairs(lo, hi, edges, levels, side.factor, C, WIDE)
+                else:
+                    found = take_symbols(room, now, side.factor, C)
+                pair, scale, f, g = found
+                scale = scale.to(side.scales.dtype.element_ty)
+                tl.store(scale_at + t + q * R, scale, mask=now)
+                quarter = t // R + q
+                slot = (quarter & 1) * 4 + (quarter >> 1) * 2
+                new |= tl.where(now, 3 << slot, 0)
+                # bit 31 is a code's
+                word += tl.mul(
+                    pair, tl.where(now, 1 << 2 * slot, 0)[:, None], sanitize_overflow=False
+                )
+                finite, fitting = finite & (f | ~now), fitting & (g | ~now)
     if STEP != 1:
-        _put_row(side, shared, FLAG, found, place, planes, older, C, R)
+        if STEPS > 1:  # there is enough to wait for without them, and few registers
+            older = load_older(places, BITS)
+        store_planes(places, word, older, 255 - new, BITS, False)
+        if A is None:
+            if F.STATIC and STEPS == 1:
+                nothing = ((r * 0).to(tl.float32) + float("nan")).to(
+                    side.scales.dtype.element_ty
+                )
+                last = bh * call.tiles * (4 * R) + call.first - 1
+                tl.store(side.scales + last, nothing, mask=rows.lost)
+            tl.store(FLAG + r * 0, 1, mask=~finite)
+            tl.store(FLAG + 1 + r * 0, 1, mask=~fitting)
 
 # %% ../../nbs/18_encode.ipynb #9df40eba
-@triton.jit(do_not_specialize=["rows", "first", "base", "tiles", "limit"])
-def short_kernel(
+@triton.jit
+def code_side(
+    side,
+    exact,
+    call,
+    FLAG,
+    C: tl.constexpr,
+    A: tl.constexpr,
+    F: tl.constexpr,
+    STEP: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    """The rows of a program on one side. STEP 1 leaves vectors of a code by windows to the
+    search for their symbols, which step 2 takes; sides with a table are done in step 1."""
+    OWN: tl.constexpr = STEP if C.CHAIN > 0 else 0
+    STEPS: tl.constexpr = 1 if OWN == 1 else F.STEPS  # each vector is left by itself
+    if STEP < 2 or C.CHAIN > 0:
+        rows = find_rows(call, A, F, STEPS)
+        if _has_work(rows.valid, STEPS):
+            _code_rows(side, exact, call, rows, FLAG, C, A, F, STEPS, OWN, BY_TOKEN)
+
+
+@triton.jit(do_not_specialize=["rows", "first", "base", "n", "tiles", "limit"])
+def row_kernel(
     KX,
     ksb,
     ksh,
@@ -1104,47 +1166,57 @@ def short_kernel(
     VSINKS,
     VRING,
     MEAN,
-    START,
     COS_SIN,
+    START,
     POSITION,
     FLAG,
+    SLOTS,
     heads,
     rows,
+    each,
     first,
     base,
     n,
     tiles,
     limit,
+    block_stride,
+    cell_stride,
     KC: tl.constexpr,
     VC: tl.constexpr,
-    sinks: tl.constexpr,
-    ring: tl.constexpr,
-    R: tl.constexpr,
-    M: tl.constexpr,
-    STATIC: tl.constexpr,
-    WIDE: tl.constexpr,
-    STEP: tl.constexpr = 0,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
+    F: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """STEP 1 leaves vectors of a code by windows to the search for their symbols, which step 2
-    takes; sides with a table are done in step 1."""
-    if STATIC:
+    if F.PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if F.STATIC:
         first = tl.load(POSITION)
-    shared = (MEAN, START, COS_SIN, heads, rows, first, base, n, tiles, limit)
+        if F.STEPS > 1:
+            n = tl.where(first + n <= limit, n, 0)
+    call = CodedCall(
+        MEAN,
+        COS_SIN,
+        START,
+        SLOTS,
+        heads,
+        rows,
+        each,
+        first,
+        base,
+        n,
+        tiles,
+        limit,
+        block_stride,
+        cell_stride,
+    )
     if tl.program_id(1) == 0:
-        key = KX, ksb, ksh, ksn, KW, KTAB, kfactor
-        key += (KP0, KP1, KP2), KSCALE, KSINKS, KRING
-        if KC.CHAIN > 0:
-            _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, STEP)
-        elif STEP < 2:
-            _short(key, shared, FLAG, KC, False, sinks, ring, R, M, WIDE, 0)
+        key = CodedTensors(KX, ksb, ksh, ksn, KW, KTAB, kfactor, KP0, KP1, KP2, KSCALE)
+        code_side(key, (KSINKS, KRING), call, FLAG, KC, KA, F, STEP, False)
     else:
-        value = VX, vsb, vsh, vsn, VW, VTAB, vfactor
-        value += (VP0, VP1, VP2), VSCALE, VSINKS, VRING
-        if VC.CHAIN > 0:
-            _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE, STEP)
-        elif STEP < 2:
-            _short(value, shared, FLAG + 2, VC, True, sinks, ring, R, M, WIDE, 0)
-    if STATIC and STEP != 1:
+        value = CodedTensors(VX, vsb, vsh, vsn, VW, VTAB, vfactor, VP0, VP1, VP2, VSCALE)
+        code_side(value, (VSINKS, VRING), call, FLAG + 2, VC, VA, F, STEP, True)
+    if F.STATIC and F.STEPS == 1 and STEP != 1:
         fits = first + n <= limit
         tl.store(FLAG + 4, 1, mask=fits == 0)
         tl.debug_barrier()  # every warp has read POSITION, and nothing else need be seen
@@ -1154,10 +1226,13 @@ def short_kernel(
 
 # %% ../../nbs/18_encode.ipynb #40e00004
 from dataclasses import replace
+from collections import defaultdict
 from operator import itemgetter
 
 
-from ..cache.clock import check_states
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..cache.clock import check_states, is_captured
 from ..cache.memory import _coder
 from ..cache.store import KVStore
 from ..quant.codes import KERNELS, find_code
@@ -1291,100 +1366,57 @@ def window_searches(
     ]
 
 
-class LongSide(NamedTuple):
-    "The arguments of a long append for one side, in the kernel's order and by its names."
-
-    X: Tensor
-    sb: int
-    sh: int
-    sn: int
-    sd: int
-    W: Tensor
-    TAB: Tensor
-    P0: Tensor
-    P1: Tensor
-    P2: Tensor
-    SCALE: Tensor
-    factor: float
+def search_few(code, x: Tensor, to: tuple) -> None:
+    "A search, by a warp for each vector."
+    KERNELS["few"](code.trellis, x, code.windows.levels, *to)
 
 
-class ShortSide(NamedTuple):
-    """The arguments of a short append for one side, in the kernel's order and by its names;
-    tensors or their addresses."""
-
-    X: Tensor | int
-    sb: int
-    sh: int
-    sn: int
-    W: Tensor | int
-    TAB: Tensor | int
-    factor: float
-    P0: Tensor | int
-    P1: Tensor | int
-    P2: Tensor | int
-    SCALE: Tensor | int
-    SINKS: Tensor | int
-    RING: Tensor | int
+_ROTATED = WeakIdKeyDictionary()  # by the means of layers, which live as long as their frames
 
 
-class _SidePlan:
+def rotated_mean(mean: Tensor, rotation: RotationOperand) -> Tensor:  # [H, d] fp32
+    """The mean of a layer's keys in the basis and the unit of the product, so that every
+    product is exact, also as TF32. Made once for each mean, and before a capture, which would
+    make it again."""
+    made = _ROTATED.setdefault(mean, {})
+    if rotation not in made:
+        with torch.autocast(mean.device.type, enabled=False):
+            x, parts = mean.detach().float(), rotation.parts.unbind(-3)
+            new = sum(x @ part.float().mT for part in parts).flatten(0, 2)
+        if is_captured(mean.device):
+            return new
+        made[rotation] = new
+    return made[rotation]
+
+
+class SidePlan:
     "What stays the same of one side from append to append."
 
-    def __init__(self, q, dtype, device, rope, room):
-        bits, centred, (rotation, table) = (
-            max(q.channel_bits),
-            q.centre.holds_mean,
-            quantizer_tables(q),
-        )
-        mean = torch.bfloat16 if centred else None
+    def __init__(
+        self,
+        q,
+        dtype,
+        device,
+        room: int,  # for a vector between two steps
+        centred: bool,  # is a mean subtracted?
+        rope: int = 0,  # channels in which it is rotated to each position
+    ):
+        bits, (rotation, table) = max(q.channel_bits), quantizer_tables(q)
         self.code = q.code if table is None else None  # by windows
-        chain = room if self.code else 0
-        side = CodedSide(q.d, dtype, bits, q.spec.scale, q.scale_dtype, mean, rope, chain)
+        side = CodedSide(q.d, dtype, bits, q.spec.scale, q.scale_dtype, centred, rope)
+        side = side._replace(chain=room if self.code else 0)
         self.constants = CodingConstants.of(side, rotation, device_properties(device).roomy)
-        self.rope, self.rotation, self.table = rope, rotation, table
-        self.known = (
-            rotation.parts.data_ptr(),
-            None if table is None else table.data_ptr(),
-            rotation.factor,
-        )
-        n = max(1, bits - 1)  # planes; then come scale, sinks, recent and mean
-        self.scale_at = n
+        self.rope, self.rotation = rope, rotation
+        self.fitted = rotation.parts, table, rotation.factor
+        n = max(1, bits - 1)  # planes; then come scale, sinks and recent
         self.pick = itemgetter(0, min(1, n - 1), n - 1, n, n + 1, n + 2)
-        self.mean_at = n + 3 if centred else 0
 
-    def rotated(self, mean: Tensor | None) -> Tensor:
-        """The mean in the basis and unit of the product, fp32; every product is exact, also as
-        TF32. A pre-RoPE mean stays as it is; where there is none, any tensor."""
-        if mean is None or self.rope:
-            return self.table if mean is None else mean.contiguous()
-        with torch.autocast(mean.device.type, enabled=False):
-            x, parts = mean.float(), self.rotation.parts.unbind(-3)
-            return sum(x @ part.float().mT for part in parts).flatten(0, 2)
-
-    def long(self, x: Tensor, tensors: list) -> LongSide:
-        "Of a long append."
-        r, (*planes, scale, _, _) = self.rotation, self.pick(tensors)
-        where = *planes, scale, r.factor
-        return LongSide(x, *x.stride(), r.parts, self.table, *where)
-
-    def arguments(self, x: Tensor, tensors: list, room=None) -> ShortSide:
-        "Of a short one as tensors, for Triton to look at."
-        table = room if self.code else self.table
-        fitted = self.rotation.parts, table, self.rotation.factor
-        return ShortSide(x, *x.stride()[:3], *fitted, *self.pick(tensors))
-
-    def pointers(self, x: int, strides: tuple, tensors: list, room=None) -> tuple:
-        """The same as addresses, for a kernel that is compiled already; a plain tuple, as this
-        is done for every token."""
-        parts, table, factor = self.known
-        return (
-            x,
-            *strides[:3],
-            parts,
-            room.data_ptr() if self.code else table,
-            factor,
-            *self.pick(list(map(Tensor.data_ptr, tensors))),
-        )
+    def subtracted(self, mean: Tensor | None) -> Tensor:
+        """What the kernels take for a mean: one before RoPE as it is, any other rotated; where
+        there is none, any tensor."""
+        if mean is None:
+            return self.rotation.parts
+        return mean.contiguous() if self.rope else rotated_mean(mean, self.rotation)
 
 # %% ../../nbs/18_encode.ipynb #487bf355
 class Place(NamedTuple):
@@ -1396,203 +1428,208 @@ class Place(NamedTuple):
     on_device: bool = False  # does it?
 
 # %% ../../nbs/18_encode.ipynb #d049450a
-_READY = {}  # compiled kernels, by what they are compiled for
-_long_launcher = Launcher(encode_kernel)
-# a side's arguments of a long append by the kernel's names: KX, ksb and so on
-_KEY, _VALUE = (
-    [(s if f[0].isupper() else s.lower()) + f for f in LongSide._fields] for s in "KV"
-)
+_row_launcher, _tile_launcher = Launcher(row_kernel), Launcher(tile_kernel)
+# arguments of both sides by the kernels' names
+_OF_SIDE = "X sb sh sn W TAB factor P0 P1 P2 SCALE SINKS RING".split()
+_SIDES = [(s if name[0].isupper() else s.lower()) + name for s in "KV" for name in _OF_SIDE]
 
 
 class StoreSizes(NamedTuple):
     "What a kernel that appends is compiled for, besides quantizers and dtype."
 
-    heads: int
-    sinks: int
-    recent: int  # slots of the ring
     tile: int
+    centred: bool = False  # is a mean subtracted of keys?
     rope: int = 0  # channels that a pre-RoPE mean rotates
+    sinks: int = 0
+    recent: int = 0  # slots of the ring
 
 
-class _AppendPlan:
-    "How appends to stores of one kind are launched, with the quantizers `qs`."
+class AppendPlan:
+    """How appends to stores of one kind, or to an engine's blocks, are launched, with the
+    quantizers `qs`."""
 
     def __init__(self, qs, dtype, device, sizes: StoreSizes):
-        heads, sinks, ring, tile, rope = sizes
+        tile, centred, rope, sinks, ring = sizes
         self.qs, self.tile, self.rope = qs, tile, rope
         self.tokens = min(64, tile // 4)  # so many at most are short
-        self.room = max(q.d for q in qs)  # for a vector between two steps
-        self.key, self.value = (
-            _SidePlan(q, dtype, device, r, self.room) for q, r in zip(qs, (rope, 0))
-        )
+        self.room = max(q.d for q in qs)
+        self.key = SidePlan(qs[0], dtype, device, self.room, centred, rope)
+        self.value = SidePlan(qs[1], dtype, device, self.room, False)
         self.chained = bool(self.key.code or self.value.code)
-        self.rows, self.options = short_config(self.room, device_properties(device).roomy)
-        self.fixed = (
-            self.key.constants,
-            self.value.constants,
-            sinks,
-            ring,
-            tile // 4,
-            self.rows,
+        gpu, self.device = device_properties(device), device
+        self.rows, self.options = short_config(self.room, gpu.roomy)
+        self.constants = dict(KC=self.key.constants, VC=self.value.constants)
+        self.form = CallForm(tile // 4, self.rows, lacks_bf16(device))
+        self.short = [
+            self.form._replace(STATIC=static, sinks=sinks, ring=ring)
+            for static in (False, True)
+        ]
+        self.ready = defaultdict(dict)  # compiled kernels of short appends
+        # of a long append: byte rows of a program and options
+        parts = max(self.key.rotation.count, self.value.rotation.count)
+        self.config = _config(self.room, tile // 4, parts, gpu.roomy, dtype.itemsize, rope)
+        self.whole = parts == 1 and not (
+            self.key.constants.SLICED or self.value.constants.SLICED
         )
-        self.wide = lacks_bf16(device)
-        self.ready = _READY.setdefault((device, dtype, heads, *self.fixed), {})
-        # of a long append: parts of a rotation at most, byte rows of a program and options
-        self.parts = max(self.key.rotation.count, self.value.rotation.count)
-        kind = self.parts, device_properties(device).roomy, dtype.itemsize, rope
-        self.config = _config(self.room, tile // 4, *kind)
-        consts = self.key.constants, self.value.constants
-        self.whole = self.parts == 1 and not any(c.SLICED for c in consts)
-        self.long = dict(KC=consts[0], VC=consts[1], R=tile // 4, WIDE=self.wide)
 
-    def search(self, room: Tensor, count: int) -> None:
-        "Find the symbols of vectors of codes by windows."
-        codes = self.key.code, self.value.code
-        for code, x, to in window_searches(codes, room, count, self.room):
-            KERNELS["few"](code.trellis, x, code.windows.levels, *to)
+    def picked(self, parts) -> list:
+        "Planes, scales, sinks and ring of the parts of a store."
+        plans = self.key, self.value
+        return [plan.pick([*part.tensors.values()]) for plan, part in zip(plans, parts)]
 
-    def launch(self, k, v, sides: tuple, numbers: tuple, place: Place):
-        """A short append. sides: the tensors of keys and of values; numbers: start, cosines and
-        sines, position, flags (any tensor for what is not needed)."""
-        (b, h, n, _), (key, value) = k.shape, sides
-        numbers = key[self.key.mean_at], *numbers
-        first, base, limit, on_device = place
-        k_at, v_at, ks, vs = k.data_ptr(), v.data_ptr(), k.stride(), v.stride()
-        name = n, ks, vs, k_at % 16, v_at % 16, on_device
-        ready, room = self.ready.get(name), None
+    def named(self, k, v, sides: tuple, numbers: tuple, place: Place) -> dict:
+        """Arguments by name. sides: planes, scales, sinks and ring of keys and of values;
+        numbers: what is subtracted, start, cosines and sines, position, flags, slots (any
+        tensor for what is not needed)."""
+        key, value = sides
+        *_, scales, _, _ = key
+        values = (
+            *(k, *k.stride()[:3], *self.key.fitted, *key),
+            *(v, *v.stride()[:3], *self.value.fitted, *value),
+        )
+        mean, start, cos_sin, position, flags, slots = numbers
+        return dict(zip(_SIDES, values)) | dict(
+            MEAN=mean,
+            COS_SIN=cos_sin,
+            START=start,
+            POSITION=position,
+            FLAG=flags,
+            SLOTS=slots,
+            heads=k.shape[1],
+            first=place.first,
+            base=place.base,
+            n=k.shape[2],
+            tiles=scales.shape[2],
+            limit=place.limit,
+            block_stride=0,
+            cell_stride=0,
+            KA=None,
+            VA=None,
+            **self.constants,
+        )
+
+    def launch_rows(
+        self,
+        named: dict,
+        rows: int,  # of a head
+        form: CallForm,
+        options: dict,
+        ready: dict | None = None,  # see `Launcher.launch_known`
+        search=search_few,
+    ) -> None:
+        "Rows of all heads, in the steps that their codes take."
+        heads = named["heads"]
+        room, steps = None, (0,)
         if self.chained:  # vectors, symbols and three numbers, of both sides
-            room = window_room(b * h * n, self.room, k.device)
-        if ready is None:
-            one, two, shared = (
-                self.key.arguments(k, key, room),
-                self.value.arguments(v, value, room),
-                numbers,
-            )
-        else:
-            one, two = (
-                self.key.pointers(k_at, ks, key, room),
-                self.value.pointers(v_at, vs, value, room),
-            )
-            shared = map(Tensor.data_ptr, numbers)
-        tiles, rows = key[self.key.scale_at].shape[2], b * n
-        args = (
-            *one,
-            *two,
-            *shared,
-            h,
-            rows,
-            first,
-            base,
-            n,
-            tiles,
-            limit,
-            *self.fixed,
-            on_device,
-            self.wide,
-        )
-        grid = (h * -(-rows // self.rows), 2, 1)  # each head has programs of its own
-        kernels = ready or []
-        for step in (1, 2) if self.chained else (0,):
+            steps, room = (1, 2), window_room(heads * rows, self.room, self.device)
+            sides = zip(("KTAB", "VTAB"), (self.key, self.value))
+            named |= {name: room for name, side in sides if side.code}
+        grid = heads * -(-rows // form.M), 2, 1  # each head has programs of its own
+        for step in steps:
             if step == 2:
-                self.search(room, b * h * n)
+                codes = self.key.code, self.value.code
+                for found in window_searches(codes, room, heads * rows, self.room):
+                    search(*found)
+            of_step = named | dict(rows=rows, F=form, STEP=step)
             if ready is None:
-                kernels.append(short_kernel[grid](*args, step, **self.options))
+                _row_launcher(grid, of_step, {}, **options)
             else:
-                kernels[max(0, step - 1)][grid](*args, step)
-        if kernels[0] is not None:  # there is an interpreter, too
-            self.ready[name] = kernels
+                known = ready[form.STATIC, step]
+                _row_launcher.launch_known(grid, of_step, known, **options)
+
+    def launch(self, k, v, sides: tuple, numbers: tuple, place: Place) -> None:
+        "A short append; arguments as of `named`."
+        named = self.named(k, v, sides, numbers, place)
+        named["each"] = n = named["n"]
+        form = self.short[place.on_device]
+        self.launch_rows(named, k.shape[0] * n, form, self.options, self.ready)
 
     def launch_long(
         self,
-        states: tuple,  # new keys and values
+        k,
+        v,
         sides: tuple,
-        mean: Tensor | None,  # that is subtracted of keys; None: nothing is
         numbers: tuple,
         place: Place,
         config: tuple | None = None,  # rows of a program and how Triton compiles it
     ) -> None:
-        "A long one, into whole and partial tiles; arguments as of `launch`."
-        plans, (start, cos_sin, position, flags) = (self.key, self.value), numbers
-        k, tile, rows = states[0], self.tile, self.tile // 4
-        (b, h, n, _), (first, base, limit, on_device) = k.shape, place
-        key, value = (plan.long(*one) for plan, *one in zip(plans, states, sides))
-        (m, options), gpu = config or self.config, device_properties(k.device)
-        blocks = -(-rows // m)
-        named = self.long | dict(zip(_KEY, key)) | dict(zip(_VALUE, value))
-        named |= dict(
-            MEAN=self.key.rotated(mean),
-            COS_SIN=cos_sin if self.rope else flags,
-            START=start if self.rope else flags,
-            POSITION=position if on_device else flags,
-            FLAG=flags,
-            heads=h,
-            first=first,
-            base=base,
-            n=n,
-            tiles=key.SCALE.shape[2],
-            limit=limit,
-            M=m,
-            STATIC=on_device,
-        )
-
-        def launch(programs, each, whole):
-            grid, more = (programs * blocks, b * h, 2), dict(each=each, WHOLE=whole)
-            _long_launcher(grid, named | more, {}, **options)
-
-        if not self.whole or rows % m:  # one program for each tile
-            last = first + n - 1
-            touched = -(-(n - 1) // tile) + 1 if on_device else last // tile - first // tile + 1
-            return launch(touched, 1, False)
-        whole = n // tile if on_device else (first + n) // tile - -(-first // tile)
-        if whole > 0:
-            each = max(1, min(16, whole * blocks * b * h // (6 * gpu.processors)))
-            launch(-(-whole // each), each, True)
-        if on_device or first % tile or (first + n) % tile:
-            launch(2, 0, False)
+        "A long one: whole tiles, and rows for the rest; arguments as of `named`."
+        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+        (b, h, n, _), tile, (m, options) = k.shape, self.tile, config or self.config
+        named = self.named(k, v, sides, numbers, place)
+        form = self.form._replace(STATIC=place.on_device)
+        begun = 0 if place.on_device else min(n, -place.first % tile)  # in a tile that is there
+        whole = 0
+        if self.whole:
+            if tile // 4 % m == 0:
+                whole = (n - begun) // tile
+            of_tiles, m, options = (m, options), self.rows, self.options
+        if whole:
+            rows, how = of_tiles
+            blocks, processors = tile // 4 // rows, device_properties(k.device).processors
+            each = max(1, min(16, whole * blocks * b * h // (6 * processors)))
+            grid = -(-whole // each) * blocks, b * h, 2
+            more = dict(each=each, F=form._replace(M=rows))
+            _tile_launcher(grid, named | more, {}, **how)
+        if place.on_device or begun or n > whole * tile:
+            parts = 2 if whole else 1 + -(-(n - begun) // tile)
+            named["each"] = parts * (tile // 4)
+            form = form._replace(M=m, STEPS=4, SKIP=whole > 0)
+            self.launch_rows(named, b * named["each"], form, options)
 
 # %% ../../nbs/18_encode.ipynb #2199f06a
 @lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
-def _shared_plan(qs: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
+def shared_plan(qs: tuple, dtype, device, sizes: StoreSizes) -> AppendPlan:
     "The one plan of these quantizers: a new cache finds that of the cache before."
-    return _AppendPlan(qs, dtype, device, sizes)
+    return AppendPlan(qs, dtype, device, sizes)
 
 
-def _plan(store: KVStore) -> _AppendPlan:
-    "The plan of a store. Raises ValueError, with the reason, where the kernel cannot serve it."
-    plan = store.plans.get("append")
-    if plan is None:
+class _Prepared(NamedTuple):
+    "What appends to one store need."
+
+    plan: AppendPlan
+    own: Tensor | None  # the mean of its frame
+    mean: Tensor  # see `SidePlan.subtracted`
+
+
+def _prepared(store: KVStore) -> _Prepared:
+    "Raises ValueError, with the reason, where the kernel cannot serve this store."
+    found, own = store.plans.get("append"), store.key.frame.mean
+    if found is None or found.own is not own:
         qs, r = [side.q for side in store.parts], store.recipe
         rows = store.batch * store.heads
         if why := refuses(r, *(q.d for q in qs), store.dtype, store.device, rows):
             raise ValueError(f"the kernel cannot serve this store: {why}")
         table = store.rope_table
         rope = 0 if table is None else table.shape[1]
-        sizes = StoreSizes(store.heads, r.sinks, r.recent, store.tile, rope)
-        plan = _shared_plan(tuple(qs), store.dtype, store.device, sizes)
-        store.plans["append"] = plan
+        sizes = StoreSizes(store.tile, own is not None, rope, r.sinks, r.recent)
+        plan = shared_plan(tuple(qs), store.dtype, store.device, sizes)
+        found = _Prepared(plan, own, plan.key.subtracted(own))
+        store.plans["append"] = found
         if (
             store.clock.fixed
         ):  # a capture finds its own plan ready, and a graph its tables alive
             texts = tuple(store.clock.texts)
             plan.captured = _plan_of(texts, store.dtype, store.device, sizes)
-    return plan
+            plan.captured.key.subtracted(own)
+    return found
 
 
 def prepare(store: KVStore) -> None:
     """Make what appends to this store need; a capture can make nothing. Raises ValueError, with
     the reason, where the kernel cannot serve it."""
-    _plan(store)
+    _prepared(store)
 
 
 @lru_cache(maxsize=256)
-def _plan_of(texts: tuple, dtype, device, sizes: StoreSizes) -> _AppendPlan:
+def _plan_of(texts: tuple, dtype, device, sizes: StoreSizes) -> AppendPlan:
     "The plan of sides that these texts describe, see `Part.text`."
     coders = [_coder(text, device) for text in texts]
     reasons = [_side_reason(c.q.spec, c.q.d) for c in coders] + [device_refuses(device)]
     if any(reasons) or dtype not in MATRIX_PARTS:
         why = next(filter(None, reasons), f"dtype {dtype}")
         raise ValueError(f"the kernel cannot serve this store: {why}")
-    return _AppendPlan([c.q for c in coders], dtype, device, sizes)
+    return AppendPlan([c.q for c in coders], dtype, device, sizes)
 
 # %% ../../nbs/18_encode.ipynb #db5d94f5
 def encode_append(
@@ -1604,13 +1641,14 @@ def encode_append(
     # byte rows of a program, how Triton compiles it; None: what is fastest on the GPUs it was
     # measured on
     config: tuple | None = None,
-    plan: _AppendPlan | None = None,  # the store's, of who has checked the states already
+    found: _Prepared | None = None,  # the store's, of who has checked the states already
 ) -> Tensor:  # flags: key not finite, too large, value not finite, too large
     """Code k and v and write them into planes and scales, in one launch and without waiting for
     it; nothing else of the store changes. Raises ValueError/TypeError for what does not fit."""
-    if plan is None:
-        plan = _plan(store)
+    if found is None:
+        found = _prepared(store)
         check_states(store, k, v, ("k", "v"))
+    plan, _, mean = found
     parts, n = store.parts, k.shape[2]
     room = store.key.memory.tiles * store.tile
     if not 0 <= first <= first + n <= room:
@@ -1621,10 +1659,9 @@ def encode_append(
         raise ValueError(f"cosines and sines must be of keys, for {last} positions; got {have}")
     flags = torch.zeros(4, dtype=torch.int32, device=k.device) if flags is None else flags
     if n:
-        tensors = [list(part.tensors.values()) for part in parts]
-        numbers = store.start, table, flags, flags
+        numbers = mean, store.start, flags if table is None else table, *(flags,) * 3
         place = Place(first, store.offset)
-        plan.launch_long((k, v), tensors, store.key.mean, numbers, place, config)
+        plan.launch_long(k, v, plan.picked(parts), numbers, place, config)
     return flags
 
 # %% ../../nbs/18_encode.ipynb #40f00004
@@ -1643,7 +1680,7 @@ from turboquant_nb.cache.clock import (
 from ..cache.exact import commit, without_autograd
 
 # %% ../../nbs/18_encode.ipynb #2204b283
-def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
+def _is_short(store: KVStore, plan: AppendPlan, k, v) -> bool:
     "Whether k and v are a short append that fits; everything else takes the long way."
     for x, q in zip((k, v), plan.qs):
         if type(x) is not Tensor or x.dtype is not store.dtype or x.device != store.device:
@@ -1664,22 +1701,22 @@ def _is_short(store: KVStore, plan: _AppendPlan, k, v) -> bool:
 _make_room = without_autograd(make_room)
 
 # %% ../../nbs/18_encode.ipynb #b023a9ff
-def _code_flagged(plan, store, states, flags=None) -> Tensor:
+def _code_flagged(found, store, states, flags=None) -> Tensor:
     "Code by the kernel; the flags."
     make_room(store, states[0].shape[2])
     at = store.length - store.offset
-    return encode_append(store, *states, at, flags, plan=plan)
+    return encode_append(store, *states, at, flags, found=found)
 
 
-def _code_unseen(plan, store, states, names):
+def _code_unseen(found, store, states, names):
     """What `KVStore.append` calls to code where nobody waits: flags go up in the store, whose
     `sync` raises."""
-    _code_flagged(plan, store, states, flags_of(store))
+    _code_flagged(found, store, states, flags_of(store))
 
 
-def _code_and_wait(plan, store, states, names):
+def _code_and_wait(found, store, states, names):
     "What it calls otherwise: the kernel, and, returned, a look at its flags."
-    flags = _code_flagged(plan, store, states)
+    flags = _code_flagged(found, store, states)
 
     def confirm():
         if any(flags.tolist()):
@@ -1691,23 +1728,26 @@ def _code_and_wait(plan, store, states, names):
     return confirm
 
 # %% ../../nbs/18_encode.ipynb #ef23b3a5
-def _plan_of_sides(sides, cos_sin) -> _AppendPlan:
+def _plan_of_sides(sides, cos_sin) -> AppendPlan:
     "The plan of sides in a capture."
     s, rope = sides[0], 0 if cos_sin is None else cos_sin.shape[1]
     exact, texts = (s.t[n].shape[2] for n in ("sinks", "recent")), tuple(s.text for s in sides)
-    sizes = StoreSizes(s.x.shape[1], *exact, s.coder.memory.tile, rope)
+    sizes = StoreSizes(s.coder.memory.tile, s.mean is not None, rope, *exact)
     return _plan_of(texts, s.x.dtype, s.x.device, sizes)
 
 
 def _code_long(sides, start, position, flags, cos_sin, max_length):
     "A long append where the device counts."
-    plan, tensors = _plan_of_sides(sides, cos_sin), [list(s.t.values()) for s in sides]
-    numbers, place = (
-        (start, cos_sin, position, flags),
-        Place(0, limit=max_length, on_device=True),
-    )
-    states = [s.x for s in sides]
-    plan.launch_long(states, tensors, sides[0].mean, numbers, place)
+    _launch_at(AppendPlan.launch_long, sides, start, position, flags, cos_sin, max_length)
+
+
+def _launch_at(launch, sides, start, position, flags, cos_sin, max_length):
+    "Launch an append where the device counts."
+    plan = _plan_of_sides(sides, cos_sin)
+    mean = plan.key.subtracted(sides[0].mean)
+    numbers = mean, start, flags if cos_sin is None else cos_sin, position, flags, flags
+    place = Place(0, limit=max_length, on_device=True)
+    launch(plan, *(s.x for s in sides), plan.picked(s.part for s in sides), numbers, place)
 
 # %% ../../nbs/18_encode.ipynb #e6c43390
 def _append_at(*operands):
@@ -1718,16 +1758,8 @@ def _append_at(*operands):
         chained = any(coder.q.code.windows for coder in coders)
         return _append_by_position(new, **({} if chained else dict(code=_code_long)))
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
-    sides = _sides(new._replace(k=k, v=v))
-    numbers = (
-        new.start,
-        new.flags if new.rope_table is None else new.rope_table,
-        new.position,
-        new.flags,
-    )
-    plan = _plan_of_sides(sides, new.rope_table)
-    place = Place(0, limit=new.max_length, on_device=True)
-    plan.launch(k, v, (new.key, new.value), numbers, place)
+    sides, numbers = _sides(new._replace(k=k, v=v)), (new.start, new.position, new.flags)
+    _launch_at(AppendPlan.launch, sides, *numbers, new.rope_table, new.max_length)
 
 
 _operator = torch.library.custom_op(
@@ -1762,27 +1794,23 @@ def append(
     if k.device.type == "cuda" and not is_current(k.device):  # a model over several GPUs
         with torch.cuda.device(k.device):
             return append(store, k, v, names, wait)
-    plan = _plan(store)
+    plan, _, mean = found = _prepared(store)
     if wait or not _is_short(store, plan, k, v):
         if plan.chained:  # PyTorch, which asks a kernel for the symbols
             return append_by_host(store, k, v, names)
-        code = partial(_code_unseen if wait is False else _code_and_wait, plan)
+        code = partial(_code_unseen if wait is False else _code_and_wait, found)
         return append_by_host(store, k, v, names, code)
     if not store.clock.fixed:
         _make_room(store, k.shape[2])
-    sides, flags, at = ((store.key, store.value), flags_of(store), store.length - store.offset)
-    tensors = [list(s.tensors.values()) for s in sides]
-    cos_sin, position = (
-        flags if store.cos_sin is None else store.rope_table,
-        store.clock.position if store.clock.fixed else flags,
-    )
-    numbers = store.start, cos_sin, position, flags
-    place = Place(at, store.offset)
+    flags, at = flags_of(store), store.length - store.offset
+    cos_sin = flags if store.cos_sin is None else store.rope_table
+    sides, place, position = plan.picked(store.parts), Place(at, store.offset), flags
     if store.clock.fixed:
-        place = Place(0, limit=store.max_length, on_device=True)
+        place, position = Place(0, limit=store.max_length, on_device=True), store.clock.position
+    numbers = mean, store.start, cos_sin, position, flags, flags
 
     def change():
-        plan.launch(k, v, tensors, numbers, place)
+        plan.launch(k, v, sides, numbers, place)
         store.length += k.shape[2]
 
     # the kernel overwrites the ring: before or after, never between; a device counts by itself
