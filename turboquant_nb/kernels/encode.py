@@ -1474,6 +1474,9 @@ class AppendPlan:
         self.whole = parts == 1 and not (
             self.key.constants.SLICED or self.value.constants.SLICED
         )
+        if not self.whole:  # rows alone, of which more do not fit into registers
+            m, options = self.config
+            self.config = min(m, 32), options
 
     def picked(self, parts) -> list:
         "Planes, scales, sinks and ring of the parts of a store."
