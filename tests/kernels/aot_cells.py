@@ -67,8 +67,8 @@ TYPES |= dict.fromkeys(
 )
 PLANES = "K0 K1 K2 V0 V1 V2".split()
 STRIDES = (
-    "block_stride head_stride cell_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh nt "
-    "ksb ksh ksn vsb vsh vsn".split()
+    "block_stride head_stride cell_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh pt ph nb nh "
+    "nt ksb ksh ksn vsb vsh vsn".split()
 )
 
 
