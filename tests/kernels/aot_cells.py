@@ -53,8 +53,8 @@ TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "NEAR"), "*bf16
 )
 PLANES = "K0 K1 K2 V0 V1 V2".split()
 STRIDES = (
-    "block_stride head_stride cell_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh nt "
-    "ksb ksh ksn vsb vsh vsn".split()
+    "block_stride head_stride cell_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh "
+    "nt ksb ksh ksn vsb vsh vsn".split()
 )
 
 

@@ -77,6 +77,9 @@ def build(
     form = encode.CallForm(64, 16, False, static)
     long = encode._config(d, 64, parts, large, dtype.itemsize, r)
     has_whole = parts == 1 and not any(c.SLICED for c in sides)
+    if not has_whole:
+        m, options = long
+        long = min(m, 32), options
     if n > 64 and whole and has_whole:
         m, options = config or long
         form = both | {"F": form._replace(M=m)}

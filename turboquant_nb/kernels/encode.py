@@ -1002,6 +1002,16 @@ def _has_work(mask, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _old_bytes(
+    side, rows, C: tl.constexpr, A: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
+):
+    "Where the bytes of these rows lie, and what is there."
+    planes = locate_planes(side, rows.tile[:, None], C, A, R)
+    places = plane_bytes(planes, rows.t % R, rows.valid, C, BY_TOKEN, R)
+    return places, load_older(places, C.BITS)
+
+
+@triton.jit
 def _code_rows(
     side,
     exact,  # sinks and ring
@@ -1046,11 +1056,9 @@ def _code_rows(
     if STEP == 0:
         edges, levels = load_table(side.table, BITS)
     if STEP != 1:
-        planes = locate_planes(side, rows.tile[:, None], C, A, R)
         scale_at = locate_scales(side, rows.tile, A, R)
-        places = plane_bytes(planes, t % R, valid, C, BY_TOKEN, R)
         if STEPS == 1:
-            older = load_older(places, BITS)
+            places, older = _old_bytes(side, rows, C, A, BY_TOKEN, R)
     word, new = tl.zeros((M, HALF), tl.int32), r * 0  # slots of new tokens
     finite, fitting = r >= 0, r >= 0
     for q in range(STEPS):
@@ -1102,7 +1110,7 @@ def _code_rows(
                 finite, fitting = finite & (f | ~now), fitting & (g | ~now)
     if STEP != 1:
         if STEPS > 1:  # there is enough to wait for without them, and few registers
-            older = load_older(places, BITS)
+            places, older = _old_bytes(side, rows, C, A, BY_TOKEN, R)
         store_planes(places, word, older, 255 - new, BITS, False)
         if A is None:
             if F.STATIC and STEPS == 1:
@@ -1471,6 +1479,9 @@ class AppendPlan:
         self.whole = parts == 1 and not (
             self.key.constants.SLICED or self.value.constants.SLICED
         )
+        if not self.whole:  # rows alone, of which more do not fit into registers
+            m, options = self.config
+            self.config = min(m, 32), options
 
     def picked(self, parts) -> list:
         "Planes, scales, sinks and ring of the parts of a store."
