@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,19 @@ from turboquant_nb.theory.transforms import HeadTransform, register_transform
 SLOW = bool(
     os.environ.get("TURBOQUANT_SLOW")
 )  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
+
+ONE_THREAD = pytest.mark.usefixtures("one_thread")
+QUIETLY = [ONE_THREAD, pytest.mark.filterwarnings("ignore")]
+
+
+def refuses(why, kind=ValueError):
+    "What follows is refused in words that match `why`."
+    return pytest.raises(kind, match=why)
+
+
+def seeded(seed=0):
+    "A generator that begins with this seed."
+    return torch.Generator().manual_seed(seed)
 
 
 def covering_pairs(one, other):
@@ -389,7 +403,7 @@ def tiny(name="llama", seed=0, **changes):
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager"
         ).eval()
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         with torch.no_grad():
             for p in model.parameters():
                 if p.ndim > 1:
@@ -418,7 +432,7 @@ def fused(model):
 
 
 def prompt(batch=3, length=30, seed=0, padded=True):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     ids = torch.randint(2, VOCAB, (batch, length), generator=g)
     mask = torch.ones_like(ids)
     if padded:
@@ -496,7 +510,7 @@ def made(name):
 
     if name not in _found:
         model = tiny(name, seed=5, **MODELS[name])
-        g = torch.Generator().manual_seed(6)
+        g = seeded(6)
         with torch.no_grad():
             for n, p in model.named_parameters():
                 if any(x in n for x in ("k_proj.bias", "q_norm", "k_norm")):
@@ -520,7 +534,7 @@ def logits(model, ids, **kwargs):
 
 def random_transform(heads, d):
     "Matrices that are no rotations, other ones for each head."
-    g = torch.Generator().manual_seed(heads * 1000 + d)
+    g = seeded(heads * 1000 + d)
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
     return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v))
 
@@ -528,7 +542,7 @@ def random_transform(heads, d):
 def random_frame(heads, d, rotary=0, seed=0):
     """A layer's frame that says something of every channel: means (the one before RoPE where
     channels rotate), and a pair scale, alike in both channels of a RoPE pair."""
-    g = torch.Generator().manual_seed(1000 * seed + 10 * heads + d)
+    g = seeded(1000 * seed + 10 * heads + d)
     mean, fixed = 2 * torch.randn(2, heads, d, generator=g)
     pair, half = (torch.randn(heads, d, generator=g) / 2).exp2(), rotary // 2
     pair[:, half:rotary] = pair[:, :half]
@@ -586,7 +600,7 @@ def attended_store(
 ):
     "A query, a store with T tokens, and the last m of them exact."
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
     spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)

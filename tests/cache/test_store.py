@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers import SLOW, random_frame, recording
+from tests.helpers import ONE_THREAD, SLOW, random_frame, recording, refuses, seeded
 from turboquant_nb.cache.store import (
     KVStore,
     bytes_by_kind,
@@ -28,7 +28,7 @@ from turboquant_nb.cache.exact import ExactTokens
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.testing import same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def make(recipe="k3v3", batch=2, heads=2, d=8, dv=None, **kwargs):
@@ -46,7 +46,7 @@ def frame_for(heads, d, inv_freq=None):
 
 
 def states(store, n, seed=0, scale=1.0):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     shape = (store.batch, store.heads, n)
     return tuple(
         (torch.randn(*shape, side.q.d, generator=g) * scale + 0.5).to(store.dtype)
@@ -347,7 +347,7 @@ def test_random_operation_sequences(block):
                 k, v = states(store, n, seed=rng.randrange(10**6))
                 if limit is not None and store.length - store.freed + n > limit:
                     before = snapshot(store)
-                    with pytest.raises(ValueError, match="max_length is 90"):
+                    with refuses("max_length is 90"):
                         store.append(k, v)
                     assert_same_snapshot(snapshot(store), before)
                     continue
@@ -515,7 +515,7 @@ def test_inv_freq_is_refused():
         (torch.ones(2, 2), ValueError),
         (torch.tensor([1.0, torch.inf]), ValueError),
     ):
-        with pytest.raises(error, match=why):
+        with refuses(why, error):
             make(PRE_ROPE, inv_freq=bad, frame=frame_for(2, 8, FREQ))
     named = make(Recipe(Spec(3, center="fixed")), inv_freq=FREQ)
     assert named.cos_sin is None and named.recipe.key.center == "fixed"  # nothing rotates
@@ -560,7 +560,7 @@ def test_a_preset_takes_what_the_frame_has(lacks, center, scale):
 )
 def test_a_frame_that_does_not_serve_is_refused(key, frame, error, why):
     frame = random_frame(*frame) if isinstance(frame, tuple) else frame
-    with pytest.raises(error, match=why):
+    with refuses(why, error):
         make(Recipe(Spec(3, **key), Spec(3)), inv_freq=FREQ, frame=frame)
 
 
@@ -648,13 +648,13 @@ def test_what_a_recording_cannot_refuse():
     assert store.value.tensors["scale"].flatten(2)[:, :, :20].isnan().nonzero().tolist() == [
         [0, 1, 12]
     ]
-    with pytest.raises(ValueError, match="values that were not finite"):
+    with refuses("values that were not finite"):
         store.sync()
     assert store.sync() == 20
     for n in (5, 7):
         captured(store, good[0][:, :, :n], good[1][:, :, :n])
     assert int(store.clock.position) == 25
-    with pytest.raises(ValueError, match="more tokens than max_length"):
+    with refuses("more tokens than max_length"):
         store.sync()
     assert store.sync() == 25 and store.key.tensors["scale"].flatten(2)[:, :, 24].isnan().all()
     store.crop(15)
@@ -700,9 +700,9 @@ def test_evict_frees_bytes():
     store.evict(100)
     assert store.offset == 96 and store.nbytes < before * 0.6
     for first in (95, 201, -1):
-        with pytest.raises(ValueError, match="positions"):
+        with refuses("positions"):
             store.read(first)
-    with pytest.raises(ValueError, match="cannot crop 105"):
+    with refuses("cannot crop 105"):
         store.crop(105)
     for before, offset in ((10, 96), (103, 96), (104, 104)):  # whole tiles, one too
         store.evict(before)
@@ -856,7 +856,7 @@ def test_tables_hold_every_tensor_of_a_quantizer():
     ],
 )
 def test_constructor_refuses(kwargs, error, name):
-    with pytest.raises(error, match=name):
+    with refuses(name, error):
         make(**kwargs)
 
 

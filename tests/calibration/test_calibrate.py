@@ -11,7 +11,20 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import BASE, generate, logits, made, prompt, random_frame, texts, three, tiny
+from tests.helpers import (
+    BASE,
+    QUIETLY,
+    generate,
+    logits,
+    made,
+    prompt,
+    random_frame,
+    refuses,
+    seeded,
+    texts,
+    three,
+    tiny,
+)
 from turboquant_nb.calibration import fit as C
 from turboquant_nb.theory import transforms as M
 from turboquant_nb.calibration.fit import calibrate, collect
@@ -25,7 +38,7 @@ from turboquant_nb.cache.disk import state_of
 from turboquant_nb.files import write_file
 from turboquant_nb.testing import same
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 def metric(transform):
@@ -142,9 +155,7 @@ def test_a_model_with_eyes_keeps_the_attention_of_each_part():
 
 def test_latents_are_refused_before_reading():
     latents = tiny("deepseek_v3")
-    with pytest.raises(
-        ValueError, match="deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"
-    ):
+    with refuses("deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"):
         calibrate(latents, texts(), progress=lambda: pytest.fail("it began to read"))
     assert latents.config._attn_implementation != C.NAME
 
@@ -164,13 +175,10 @@ def test_what_shows_no_keys_is_refused_before_reading():
         )
     )
     if not gptj._can_set_attn_implementation():
-        with pytest.raises(
-            ValueError,
-            match=r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]",
-        ):
+        with refuses(r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]"):
             calibrate(gptj, texts(), progress=lambda: pytest.fail("it began to read"))
     for bad in (3, None, torch.nn.Linear(2, 2)):
-        with pytest.raises(TypeError, match="must be a transformers model"):
+        with refuses("must be a transformers model", TypeError):
             calibrate(bad, texts())
 
 
@@ -265,7 +273,7 @@ def test_recipes_and_what_a_calibration_refuses():
     assert plain == [r.settled(x) for r, x in zip(want, found.frames)]
     assert {r.key.center for r in got} == {"pre_rope", "none"}  # the second asked for none
     assert Recipe.from_json(got[0].to_json()) == got[0] != got[1]
-    with pytest.raises(ValueError, match="QJL"):
+    with refuses("QJL"):
         TurboQuantCache(model, Recipe(residual="prod"), calibration=found)
 
 
@@ -294,7 +302,7 @@ def test_the_pair_scale_of_a_frame():
 
 def test_ids_that_are_no_windows():
     (model, _), ids = made("llama"), texts()
-    with pytest.raises(ValueError, match="batch must be an integer of at least"):
+    with refuses("batch must be an integer of at least"):
         collect(model, ids, batch=0)
     with pytest.raises(IndexError):
         collect(model, ids + 1000)
@@ -331,7 +339,7 @@ def test_states_that_are_not_finite(bad):
     model = copy.deepcopy(made("llama")[0])
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0] = bad
-    with pytest.raises(ValueError, match="must be finite"):
+    with refuses("must be finite"):
         calibrate(model, texts())
 
 
@@ -353,9 +361,9 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         assert all(torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
     assert found.frames[0].mean.shape == (2, 8)
     write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
-    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 3'"):
+    with refuses("must have format 'turboquant-nb calibration 3'"):
         load_calibration(bad)
-    with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
+    with refuses("is neither a file nor found on the hub", FileNotFoundError):
         load_calibration(tmp_path)
 
 
@@ -400,7 +408,7 @@ torch.save(out, "out")
 def filled(n=360, heads=2, d=16):
     """A store whose keys have a head transform and a mean before RoPE: two rows, one of them
     padded; a prompt, a chunk, single tokens. What attention to it gives: tests/kernels."""
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     queries, keys = (x @ x.mT for x in torch.randn(2, heads, d, 2 * d, generator=g).double())
     key = Spec(2, center="pre_rope", rotation=M.fit_head_transform(queries, keys).name)
     more = dict(inv_freq=0.1 ** torch.arange(3), frame=random_frame(heads, d, 6))

@@ -13,10 +13,11 @@ from transformers import LlamaForCausalLM
 from turboquant_nb.cli import generate as answers
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
+from tests.helpers import ONE_THREAD
 
 from .conftest import refused
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def test_generate_is_what_the_library_does(call, tiny):

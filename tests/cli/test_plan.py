@@ -20,10 +20,11 @@ from turboquant_nb.hf.layer import MARGIN
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
+from tests.helpers import ONE_THREAD
 
 from .conftest import SIZE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 SMALL = {k: v for k, v in SIZE.items() if k != "head_dim"} | dict(
     num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3

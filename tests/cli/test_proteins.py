@@ -27,10 +27,11 @@ from turboquant_nb.esm import (
     tokens,
     variants,
 )
+from tests.helpers import ONE_THREAD
 
 from .conftest import refused
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def test_a_code_is_fitted_and_variants_take_it(call, esm2, tmp_path):

@@ -10,8 +10,9 @@ from turboquant_nb.cli import plan
 from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
+from tests.helpers import ONE_THREAD, refuses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -33,7 +34,7 @@ def test_recipe_options_and_file(call, tmp_path):
         and got["bits_with_scale"] == {"64": 3.75, "128": 3.625}
         and got["recipe"]["key"]["bits"] == 4
     )
-    with pytest.raises(ValueError, match="d must be"):
+    with refuses("d must be"):
         plan.bits_per_value(preset("k3v3"), 0)
 
 

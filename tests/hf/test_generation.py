@@ -10,10 +10,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from tests.helpers import covering_pairs, exact_recipe, prompt, tiny
+from tests.helpers import QUIETLY, covering_pairs, exact_recipe, prompt, refuses, seeded, tiny
 from turboquant_nb.hf import TurboQuantCache
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 GREEDY = dict(max_new_tokens=8, do_sample=False)
 
 
@@ -138,7 +138,7 @@ def test_embeddings(name, beams):
     model, inputs = tiny(name), prompt(2, 20, padded=False)
     embed = model.get_input_embeddings()
     vectors = embed(inputs["input_ids"]).detach()
-    other = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1))
+    other = torch.randn(vectors.shape, generator=seeded(1))
     mask = inputs["attention_mask"]
     for given in (vectors, other):
         for rest in ({}, dict(input_ids=inputs["input_ids"])):
@@ -172,7 +172,7 @@ def test_a_cache_named_by_the_models_configuration(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert model.generation_config.cache_implementation == "static"
     cache, inputs = ours(model), prompt(2, 12)
-    with pytest.raises(ValueError, match="only one of the two"):
+    with refuses("only one of the two"):
         tokens(model, inputs, cache)
     assert cache.get_seq_length() == 0
     got = tokens(model, inputs, cache, cache_implementation=None)
@@ -234,13 +234,13 @@ def test_a_recurrent_state_is_not_recovered(name):
                 model(**inputs, past_key_values=cache)
             hook = model.model.layers[-1].register_forward_pre_hook(stop)
             given = inputs["input_ids"] if first else inputs["input_ids"][:, :1]
-            with pytest.raises(RuntimeError, match="stop"):
+            with refuses("stop", RuntimeError):
                 model(given, past_key_values=cache)
             hook.remove()
         if first:
             assert cache.recover() == 0
         else:
-            with pytest.raises(ValueError, match="recurrent state.*the whole text again"):
+            with refuses("recurrent state.*the whole text again"):
                 cache.recover()
             cache.reset()
         assert torch.equal(tokens(model, inputs, cache), own(model, inputs))

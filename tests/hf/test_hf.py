@@ -22,10 +22,10 @@ from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.testing import same
 from turboquant_nb.theory import centre
 from tests.helpers import (
-    given_frame,
     BASE,
     HYBRID,
     MODES,
+    QUIETLY,
     SLIDING,
     VOCAB,
     Calls,
@@ -33,14 +33,17 @@ from tests.helpers import (
     covering_pairs,
     exact_recipe,
     generate,
+    given_frame,
     prompt,
+    refuses,
+    seeded,
     three,
     tiny,
 )
 
 from eval import architectures
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
@@ -49,7 +52,7 @@ def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
     model = architectures.small("DiffLlamaForCausalLM")
     cache = TurboQuantCache(model)
     model.set_attn_implementation("turboquant")
-    refused = pytest.raises(ValueError, match="cannot serve diffllama: .* changes what a cache")
+    refused = refuses("cannot serve diffllama: .* changes what a cache")
     with torch.no_grad(), refused:
         model(prompt(1, 5)["input_ids"], past_key_values=cache)
     assert cache.get_seq_length() == 0
@@ -268,7 +271,7 @@ def test_a_state_beside_codes_follows_them(tmp_path):
     rows = dict(rows=[2, 0], mask=[0, 2], twice=[0, 0, 1, 1, 2, 2], order=[1, 1, 0])
     for name, of in rows.items():
         torch.testing.assert_close(step(kept[name], of), want[of], atol=1e-5, rtol=1e-5)
-    with pytest.raises(RuntimeError, match="does not track past states"):
+    with refuses("does not track past states", RuntimeError):
         cache.crop(-1)
     assert not cache.is_croppable and cache.get_seq_length() == 31
     cache.reset()
@@ -352,9 +355,7 @@ def test_what_rope_rotates_by(name):
     assert len(found) == config.num_hidden_layers
     if name in STILL:
         assert STILL[name] in why and set(found) == {None}
-        with pytest.raises(
-            ValueError, match="center='pre_rope' needs RoPE in each of its layers"
-        ):
+        with refuses("center='pre_rope' needs RoPE in each of its layers"):
             TurboQuantCache(model, PRE_ROPE)
         return
     assert not why and sum(x is None for x in found) == (
@@ -411,7 +412,7 @@ def test_multi_axis_rope_takes_the_mean_after_it(name):
     assert set(found) == {None} and "several positions" in why
     cache = TurboQuantCache(config, "k3v3", frame=given_frame(config))
     assert all(r.key.center == "fixed" for r in cache.recipes)
-    with pytest.raises(ValueError, match="several positions of each token"):
+    with refuses("several positions of each token"):
         TurboQuantCache(config, PRE_ROPE)
 
 
@@ -451,7 +452,7 @@ def test_layers_that_take_anothers_keys(name):
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
-                p.normal_(0, 0.3, generator=torch.Generator().manual_seed(p.numel()))
+                p.normal_(0, 0.3, generator=seeded(p.numel()))
     for padded in (True, False):
         inputs = prompt(2, 30, padded=padded)
         own = model.generate(
@@ -503,7 +504,7 @@ def test_presets_ask_every_kind_of_model(kind, why):
         cache = TurboQuantCache(config, "k3v3", frame=given_frame(config))
         assert cache.recipes[0].key.center in ("fixed", "pre_rope")
         return
-    with pytest.raises(ValueError, match=why):
+    with refuses(why):
         TurboQuantCache(config, "k3v3")
 
 
@@ -511,23 +512,21 @@ def test_what_no_pass_could_serve_is_said_first():
     """Bits that the heads cannot have are refused when the cache is made, float8 states before
     anything is allocated, rows to reorder before any layer has changed."""
     model = tiny()
-    with pytest.raises(ValueError, match="bits must have length d = 8, got 1"):
+    with refuses("bits must have length d = 8, got 1"):
         TurboQuantCache(model, bits=(3,))
     cache, eighth = TurboQuantCache(model), torch.zeros(1, 2, 5, 8).to(torch.float8_e4m3fn)
-    with pytest.raises(
-        TypeError, match="bfloat16, float32 or float64, got torch.float8_e4m3fn"
-    ):
+    with refuses("bfloat16, float32 or float64, got torch.float8_e4m3fn", TypeError):
         cache.update(eighth, eighth, 0)
     assert not cache.layers[0].is_initialized
     _, cache = generate(model, prompt(2, 20), "turboquant")
-    with pytest.raises(ValueError, match="takes a negative number of tokens to remove, got 3"):
+    with refuses("takes a negative number of tokens to remove, got 3"):
         cache.layers[0].crop(3)
-    with pytest.raises(ValueError, match="times must be"):
+    with refuses("times must be"):
         cache.batch_repeat_interleave(0)
     before = [x.clone() for x in cache.layers[0].store.read()]
-    with pytest.raises(ValueError, match="lie in 0..1, got 0..2"):
+    with refuses("lie in 0..1, got 0..2"):
         cache.reorder_cache(torch.tensor([0, 2]))
-    with pytest.raises(TypeError, match="beam_idx must"):
+    with refuses("beam_idx must", TypeError):
         cache.reorder_cache(torch.tensor([0.0]))
     assert all(map(torch.equal, cache.layers[0].store.read(), before))
 
@@ -541,15 +540,13 @@ def test_a_mask_that_lacks_tokens_is_refused(attention):
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     for bad in (mask[:, 1:], mask[:, :-1], mask.repeat(2, 1)):
         cache = cache_for(model)
-        with pytest.raises(ValueError, match=r"attention_mask must be \[2, 20\]"):
+        with refuses(r"attention_mask must be \[2, 20\]"):
             model(ids, attention_mask=bad, past_key_values=cache)
         assert cache.get_seq_length() == 0
     cache = cache_for(model)
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        with pytest.raises(
-            ValueError, match="a column for each of 20 tokens held and 1 new ones, got .2, 1."
-        ):
+        with refuses("a column for each of 20 tokens held and 1 new ones, got .2, 1."):
             model(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache)
         assert cache.get_seq_length() == 20 and cache.coded_layers[0].starts == (0, 7)
 
@@ -571,7 +568,7 @@ def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     how = dict(max_new_tokens=3, do_sample=False, **extra)
     why = "attention_mask must be .*a column for each of .* tokens held and .* new ones, got "
-    with pytest.raises(ValueError, match=f"{why}.*19"):
+    with refuses(f"{why}.*19"):
         model.generate(
             ids, attention_mask=mask[:, :-1], past_key_values=cache_for(model), **how
         )
@@ -582,7 +579,7 @@ def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
     again = "" if "prefill_chunk_size" in extra else again
     # transformers below 5.23 cuts the mask to a chunk's tokens before anything sees it
     why = f"a column for each of 23 tokens held and .* new ones{again}, got .*(25|2, 7)"
-    with pytest.raises(ValueError, match=why):
+    with refuses(why):
         model.generate(turn, attention_mask=mask[:, :-1], past_key_values=cache, **how)
     assert cache.get_seq_length() == 23
     if not extra:
@@ -614,7 +611,7 @@ def test_positions_of_ones_own_are_served():
 
 def test_a_cache_is_not_pickled():
     "The error was Python's: cannot pickle 'weakref.ReferenceType' object."
-    with pytest.raises(TypeError, match="not pickled: cache.save.path. writes it"):
+    with refuses("not pickled: cache.save.path. writes it", TypeError):
         pickle.dumps(TurboQuantCache(tiny()))
 
 
@@ -632,11 +629,11 @@ def test_recipe_per_layer():
     assert report["recipe"] == [r.to_json() for r in settled]
     assert cache.coded_layers[0].store.recipe == settled[0]
     assert report["per_layer"][0] != report["per_layer"][1]
-    with pytest.raises(ValueError, match="one recipe for each of the 2 layers .* a list of 4"):
+    with refuses("one recipe for each of the 2 layers .* a list of 4"):
         TurboQuantCache(model, ["k3v3"] * 4)
-    with pytest.raises(TypeError, match="recipe must be"):
+    with refuses("recipe must be", TypeError):
         TurboQuantCache(model, ["k3v3", 3])
-    with pytest.raises(ValueError, match="k9v9"):
+    with refuses("k9v9"):
         TurboQuantCache(model, ["k3v3", "k9v9"])
     same_for_all = TurboQuantCache(model, ("k4v4", "k4v4"), bits=2.5)
     assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(cache.frame.frames[0])
@@ -821,14 +818,14 @@ def test_set_padding_refuses():
     model = tiny()
     cache, other = TurboQuantCache(model), TurboQuantCache(model)
     for bad in (torch.tensor([[1, 1, 0]]), torch.ones(3), [[1, 1]]):
-        with pytest.raises((ValueError, TypeError), match="attention_mask"):
+        with refuses("attention_mask", (ValueError, TypeError)):
             cache.set_padding(bad)
     other.set_padding(torch.ones(2, 5))
     with torch.no_grad():
         model(**prompt(2, 5, padded=False), past_key_values=cache)
-        with pytest.raises(ValueError, match="before the first token"):
+        with refuses("before the first token"):
             cache.set_padding(torch.ones(2, 5))
-        with pytest.raises(ValueError, match="2 sequences.* 3"):
+        with refuses("2 sequences.* 3"):
             model(prompt(3, 5)["input_ids"], past_key_values=other)
     assert other.get_seq_length() == 0 and not other.layers[0].is_initialized
 
@@ -861,7 +858,7 @@ def test_right_padding():
 def test_four_dimensional_masks():
     "A tree of drafts: a 4-D mask, bool or 0/-inf, at prefill and later, one for all heads."
     model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
-    g = torch.Generator().manual_seed(2)
+    g = seeded(2)
     causal = lambda n: torch.ones(n, n, dtype=torch.bool).tril()
     pre = causal(20) & ((torch.rand(20, 20, generator=g) < 0.7) | torch.eye(20).bool())
     post = torch.cat([torch.rand(4, 20, generator=g) < 0.7, causal(4)], 1)
@@ -920,7 +917,7 @@ def test_constructor_arguments():
         (dict(bits=9), ValueError, "bits"),
         (dict(max_length=True), ValueError, "max_length"),
     ):
-        with pytest.raises(error, match=name):
+        with refuses(name, error):
             TurboQuantCache(model, **kwargs)
     a, b = (
         TurboQuantCache(model, bits=2),
@@ -933,7 +930,7 @@ def test_constructor_arguments():
 
 @pytest.mark.parametrize("name, why", [("Mamba", "mamba"), ("T5", "encoder")])
 def test_unserved_models_say_so(name, why):
-    with pytest.raises(ValueError, match=why):
+    with refuses(why):
         TurboQuantCache(getattr(transformers, f"{name}Config")())
 
 
@@ -963,7 +960,7 @@ def test_reset_and_another_batch_size():
         with torch.no_grad():
             model(**prompt(2, 8, padded=False), past_key_values=cache)
             before = [x.clone() for x in walk(cache)]
-            with pytest.raises(ValueError, match="keys of layer 0"):
+            with refuses("keys of layer 0"):
                 model(prompt(3, 2)["input_ids"], past_key_values=cache)
         assert all(map(torch.equal, walk(cache), before)) and cache.get_seq_length() == 8
 
@@ -994,9 +991,9 @@ def test_another_models_cache_is_refused(attention, change, word):
     for held in (0, 9):
         if held:
             right(ids, past_key_values=cache)
-        with pytest.raises(ValueError, match=refused):
+        with refuses(refused):
             model(ids, past_key_values=cache)
-        with pytest.raises(ValueError, match=refused):
+        with refuses(refused):
             model.generate(**prompt(2, 12), past_key_values=cache, max_new_tokens=2)
         assert cache.get_seq_length() == held and cache.layers[0].is_initialized == bool(held)
 
@@ -1010,12 +1007,9 @@ def test_a_pass_of_nothing_is_refused(attention, shape):
     cache, nothing = cache_for(model), torch.zeros(shape, dtype=torch.long)
     with torch.no_grad():
         for held in (0, 9):
-            with pytest.raises(
-                ValueError,
-                match=(
-                    f"at least one sequence and one token, got {shape[0]} sequences of "
-                    f"{shape[1]} tokens"
-                ),
+            with refuses(
+                f"at least one sequence and one token, got {shape[0]} sequences of "
+                f"{shape[1]} tokens"
             ):
                 model(nothing, past_key_values=cache)
             assert cache.get_seq_length() == held
@@ -1069,7 +1063,7 @@ def test_sliding_layers_free_tiles(attention):
     )
     layer = cache.layers[0]
     assert layer.store.offset > 1500 and layer.store.nbytes == expected_nbytes(layer.store)
-    with pytest.raises(ValueError, match="cannot crop"):
+    with refuses("cannot crop"):
         cache.crop(-700)
     cache.crop(-100)
     assert cache.get_seq_length() == 2300 and isinstance(layer, TurboQuantLayer)
@@ -1114,7 +1108,7 @@ def test_a_crop_needs_the_whole_window_before_the_new_end():
     layer, store = cache.layers[0], cache.layers[0].store
     assert store.offset > 0
     lost = store.length - store.offset - 5  # five tokens are left: their windows are freed
-    with pytest.raises(ValueError, match="a sliding layer keeps its window of 100"):
+    with refuses("a sliding layer keeps its window of 100"):
         layer.crop(-lost)
     n = store.length - store.offset - 99  # the new end sees exactly what is there
     layer.crop(-n)

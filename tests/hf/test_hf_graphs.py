@@ -13,7 +13,17 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import HYBRID, SLIDING, covering_pairs, generate, host_calls, prompt, tiny
+from tests.helpers import (
+    HYBRID,
+    QUIETLY,
+    SLIDING,
+    covering_pairs,
+    generate,
+    host_calls,
+    prompt,
+    refuses,
+    tiny,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache.clock import DeviceClock
@@ -25,7 +35,7 @@ from turboquant_nb.hf.runner import StepRunner, settings_digest
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 def pair(model, recipe="k4v4", **kwargs):
@@ -172,7 +182,7 @@ def test_a_cache_that_grows_records_again():
 def test_a_full_cache_refuses_and_is_as_before():
     model = tiny()
     _, cache = pair(model, max_length=24)
-    with pytest.raises(ValueError, match="max_length is 24"):
+    with refuses("max_length is 24"):
         generate(model, prompt(2, 20), "turboquant", cache=cache, max_new_tokens=9)
     assert {x.held for x in cache.layers} == {24} and cache.report()["graphs"][
         "why_not"
@@ -254,7 +264,7 @@ def test_a_mask_unlike_the_prompts_is_reported():
     mask[1, 15] = 0  # a hole
     with torch.no_grad():
         model(out[:, -1:], attention_mask=mask, **call)
-    with pytest.raises(ValueError, match="an attention mask unlike the prompt's"):
+    with refuses("an attention mask unlike the prompt's"):
         cache.check()
 
 
@@ -325,7 +335,7 @@ def test_what_is_not_captured_says_why(recipe, name, why):
     same_tokens(model, prompt(2, 20), caches)
     r = caches[1].report()["graphs"]
     assert why in r["why_not"] and r["replayed"] == 0, r
-    with pytest.raises(TypeError, match="graphs must be True, False or a class"):
+    with refuses("graphs must be True, False or a class", TypeError):
         TurboQuantCache(model, graphs=3)
 
 
@@ -554,7 +564,7 @@ def test_drafts_and_then_none_in_one_cache():
     assert cache.report()["graphs"]["why_not"] == ""
     # the second: transformers 5.17 gives the mask
     why = f"does not go on from {held} tokens; with drafts|all [0-9]+ tokens of a conversation"
-    with pytest.raises(ValueError, match=why):
+    with refuses(why):
         generate(model, said(ids), "turboquant", cache=cache, **drafts)
     assert cache.get_seq_length() == held
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from tests.helpers import (
     MODES,
+    QUIETLY,
     Calls,
     cache_for,
     covering_pairs,
@@ -20,6 +21,8 @@ from tests.helpers import (
     generate,
     host_calls,
     prompt,
+    refuses,
+    seeded,
     tiny,
 )
 from turboquant_nb.kernels import ops
@@ -29,7 +32,7 @@ from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 @pytest.fixture
@@ -176,10 +179,7 @@ def test_demanding_kernels_raises_before_anything_is_stored(which):
     model = tiny(**{**SMALL, **sizes})
     model.set_attn_implementation("turboquant")
     cache = kernel_cache(model, recipe)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match=f"'triton' cannot serve this store: .*{why}"),
-    ):
+    with torch.no_grad(), refuses(f"'triton' cannot serve this store: .*{why}"):
         model(**prompt(1, 5, padded=False), past_key_values=cache)
     assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
 
@@ -189,16 +189,15 @@ def test_demanding_kernels_without_a_gpu_or_interpreter(monkeypatch):
         pytest.skip("there is one")
     monkeypatch.setattr(ops.launch, "is_interpreted", lambda: False)
     model = tiny(**SMALL)
-    with pytest.raises(
-        ValueError,
-        match="'triton' cannot serve this store: an NVIDIA GPU is needed, the store is on cpu",
+    with refuses(
+        "'triton' cannot serve this store: an NVIDIA GPU is needed, the store is on cpu"
     ):
         generate(model, prompt(1, 5), "turboquant", cache=kernel_cache(model))
 
 
 @pytest.mark.parametrize("backend", ["flash", None])
 def test_unknown_backends(backend):
-    with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'torch'"):
+    with refuses("backend must be 'auto', 'triton' or 'torch'"):
         TurboQuantCache(tiny(), backend=backend)
 
 
@@ -318,14 +317,10 @@ def test_what_a_kernel_took_is_told_later(bad, n):
             cache.update(x, x, 0)
             cache.update(torch.full_like(x, bad), x, 1)
             twin = copy.deepcopy(cache)
-            with pytest.raises(
-                ValueError, match="layer 1: keys that were (not finite|too large)"
-            ):
+            with refuses("layer 1: keys that were (not finite|too large)"):
                 twin.check()
             twin.check()  # once
-            with pytest.raises(
-                ValueError, match="layer 1: keys that were (not finite|too large)"
-            ):
+            with refuses("layer 1: keys that were (not finite|too large)"):
                 for _ in range(3):
                     model(inputs[:, :1], past_key_values=cache)
                     if CUDA:
@@ -361,7 +356,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
         want, good = read(twin), weight[0, 0].clone()
         assert twin.running is None
         weight[0, 0] = bad
-        with pytest.raises(ValueError, match="layer 1: keys .*; the cache is empty again"):
+        with refuses("layer 1: keys .*; the cache is empty again"):
             read(cache)
         weight[0, 0] = good
         assert cache.get_seq_length() == 0
@@ -379,7 +374,7 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
     from turboquant_nb.cache.store import KVStore
 
     monkeypatch.setattr(ops, "BLOCK", 2 * 16 * 1024)
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     store = KVStore(Recipe(), 1, 2, 16)
     store.append(*(torch.randn(1, 2, length, 16, generator=g) for _ in range(2)))
     k, v = (torch.randn(1, 2, 64, 16, generator=g) for _ in range(2))

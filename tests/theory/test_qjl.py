@@ -20,8 +20,9 @@ from turboquant_nb.theory.qjl import (
     unpack_signs,
 )
 from turboquant_nb.theory.rotation import haar, hadamard, hadamard_form
+from tests.helpers import ONE_THREAD, refuses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 KINDS = ("gaussian", "orthogonal", "hadamard")
 C = math.sqrt(math.pi / 2)
 
@@ -222,18 +223,18 @@ def test_bad_vectors(f):
         (ValueError, r"S must have shape \[m, d\]", (r, S[:0])),
         (ValueError, "r must be on cpu like the sketch, got meta", (r.to("meta"), S)),
     ]:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             f(*args)
 
 
 def test_bad_bits_and_bytes():
-    with pytest.raises(TypeError, match="packed must be a uint8 tensor"):
+    with refuses("packed must be a uint8 tensor", TypeError):
         unpack_signs(torch.ones(8, dtype=torch.long), 8)
     for wrong in (torch.tensor(1, dtype=torch.uint8), torch.ones(3, 0, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match="bits must have shape"):
+        with refuses("bits must have shape"):
             pack_signs(wrong)
     for m in (8, 17):
-        with pytest.raises(ValueError, match="packed must have shape"):
+        with refuses("packed must have shape"):
             unpack_signs(torch.zeros(3, 2, dtype=torch.uint8), m)
 
 
@@ -257,7 +258,7 @@ def test_bad_scores_and_decode(gen):
         (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
     ]
     for error, text, args in cases:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             qjl_scores(*args)
     bits = sign_bits(torch.ones(5, 8), S)
     for error, text, args in [
@@ -267,7 +268,7 @@ def test_bad_scores_and_decode(gen):
         (ValueError, "norm must have shape", (bits, norm[:2], S)),
         (ValueError, "signs must be on cpu", (bits.to("meta"), norm, S)),
     ]:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             qjl_decode(*args)
 
 
@@ -283,7 +284,7 @@ def test_bad_variance():
         (ValueError, "q and r must have shape", (x[:, :0], x[:, :0], 4)),
         (ValueError, "leading dimensions of q and r must broadcast", (x, x[:2], 4)),
     ]:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             qjl_variance(*args)
 
 
