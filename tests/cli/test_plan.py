@@ -134,15 +134,6 @@ def test_a_recipe_that_does_not_fit_is_told_beside_the_others(call):
     assert code == 2 and "d = 72" in err and err.count("\n") == 1
 
 
-def test_a_config_without_heads_is_refused(call, tmp_path):
-    for name, change in (("a", {"num_attention_heads": 0}), ("b", {"num_key_value_heads": 0})):
-        (tmp_path / name).mkdir()
-        text = json.dumps(CONFIGS["llama"].to_dict() | change)
-        (tmp_path / name / "config.json").write_text(text)
-        code, _, err = call(f"plan --model {tmp_path / name}")
-        assert code == 2 and "heads" in err or "a size in its config is 0" in err
-
-
 def test_a_table_is_counted_once_however_layers_come_and_go():
     "A layer that is let go of leaves its address to the next one's tables, or does not."
     sizes = SMALL | dict(num_hidden_layers=48, layer_types=LAYERS * 16, head_dim=256)

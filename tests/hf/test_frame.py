@@ -21,7 +21,6 @@ from tests.helpers import (
     generate,
     given_frame,
     logits,
-    made,
     prompt,
     refuses,
     seeded,
@@ -29,8 +28,6 @@ from tests.helpers import (
 )
 from tests.hf.test_hf import SHARERS
 from tests.hf.test_hf_vision import made as with_eyes
-from turboquant_nb.evaluation.candidates import as_candidate
-from turboquant_nb.evaluation.score import OnePass, pair_layers, prefill
 from turboquant_nb.files import write_file
 from turboquant_nb.hf import TurboQuantCache, enable
 from turboquant_nb.hf import frame as F
@@ -89,23 +86,6 @@ def same_frames(one, other):
 
 def random_ids(rows, n, seed=0):
     return torch.randint(2, VOCAB, (rows, n), generator=seeded(seed))
-
-
-# --- codes
-
-
-@pytest.mark.parametrize("protocol", ["decode", "stress"])
-def test_one_pass_reads_codes_of_a_frame(protocol):
-    "What `OnePass` meets is what a real cache codes."
-    model, ids = made("llama")[0], prompt(2, 80, padded=False)["input_ids"]
-    candidate, start = as_candidate(model, "k3v3", dtype=None), prefill(model, ids[:, :50])
-    _, cache = OnePass().predict(model, ids, candidate, protocol, 50, start)
-    real = TurboQuantCache(model, "k3v3")
-    for i, x in pair_layers(cache).items():
-        real.update(x.keys, x.values, i)
-        for one, other in zip(x.layer.store.parts, real.layers[i].store.parts):
-            pairs = zip(one.tensors.items(), other.tensors.values())
-            assert all(torch.equal(a, b) for (n, a), b in pairs if n != "recent")
 
 
 # --- found once, and kept

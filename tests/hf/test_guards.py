@@ -49,7 +49,6 @@ def file(tmp_path):
     return tmp_path / "a"
 
 
-# --- whose states a file holds
 # ---------------------------------------------------------------------------------
 
 
@@ -148,7 +147,6 @@ def test_quantised_weights_have_a_digest(how, tmp_path):
     assert one == again != another
 
 
-# --- gradients
 # ---------------------------------------------------------------------------------
 
 
@@ -179,7 +177,6 @@ def test_gradient_checkpointing_is_refused(of_model):
     assert cache.get_seq_length() == 0
 
 
-# --- guards, whatever a cache was made from
 # ---------------------------------------------------------------------------------
 
 
@@ -226,7 +223,6 @@ def test_adapters_are_not_switched_within_a_text(of):
             model(NEXT, past_key_values=cache)
 
 
-# --- enable
 # ---------------------------------------------------------------------------------
 
 
@@ -267,7 +263,6 @@ def test_what_a_model_brings_as_its_settings_gives_way_and_what_a_call_asks_for_
     assert default.report is None
 
 
-# --- codes and sizes
 # ---------------------------------------------------------------------------------
 
 
@@ -303,15 +298,6 @@ def test_a_model_without_heads_is_refused(change):
         TurboQuantCache(getattr(transformers, f"{kind}Config")(**change))
 
 
-@pytest.mark.parametrize("static", (False, True))
-def test_more_than_is_held_is_not_cropped(static):
-    cache = filled(tiny(), max_length=100, static=static)
-    with refuses("cannot crop 50 tokens of 40 held"):
-        cache.crop(-50)
-    assert int(cache.get_seq_length()) == 40
-
-
-# --- what served
 # ---------------------------------------------------------------------------------
 
 

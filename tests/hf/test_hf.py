@@ -11,15 +11,12 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
 from turboquant_nb.cache.store import expected_nbytes
 from turboquant_nb.hf import TurboQuantCache, TurboQuantLayer, layer_frequencies
-from turboquant_nb.hf.frame import find_frame
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
-from turboquant_nb.testing import same
 from turboquant_nb.theory import centre
 from tests.helpers import (
     BASE,
@@ -60,7 +57,6 @@ def test_an_attention_that_cannot_be_is_refused_before_the_first_layer():
         TurboQuantCache(model)
 
 
-# --- every family
 # ---------------------------------------------------------------------------------
 
 
@@ -75,39 +71,6 @@ DIFFER = (
 def two(model):
     "Decoded states under the model's fastest attention, and codes."
     return three(model)[-2:]
-
-
-@pytest.mark.parametrize("name", DIFFER)
-def test_family(name):
-    """Greedy, left-padded, which nobody tells: the same tokens from both attentions, every
-    layer knows where the rows begin, and a cache of the config as it was saved gives the tokens
-    of transformers' own when every token is in the exact window."""
-    model, inputs = tiny(name), prompt()
-    saved = type(model.config).from_dict(model.config.to_dict())
-    model.set_attn_implementation("eager")
-    own = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    assert (
-        len({tuple(r) for r in own[:, 30:].tolist()}) > 1
-    )  # the rows differ: padding and context matter
-    results = []
-    for attention in two(model):
-        model.set_attn_implementation(attention)
-        saved._attn_implementation = taken = model.config._attn_implementation
-        reading = "auto" if taken == "turboquant" else "dense"
-        how = dict(attention=reading, frame=find_frame(model))
-        cache = TurboQuantCache(saved, exact_recipe(), **how)
-        exact, _ = generate(model, inputs, attention, cache=cache)
-        assert torch.equal(exact, own), attention
-        coded, cache = generate(model, inputs, attention, padding=False)
-        results.append(coded)
-        assert all(x.store.length == 37 for x in cache.coded_layers)
-        assert all(x.store.start.tolist() == [0, 7, 13] for x in cache.coded_layers), attention
-        served = cache.report()["served"]
-        assert served["prefill"] == len(cache.coded_layers) and set(served) == {
-            "prefill",
-            "codes" if model.config._attn_implementation == "turboquant" else "dense",
-        }
-    assert all(torch.equal(x, results[0]) for x in results[1:])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +186,6 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
     assert hooks == ["_begin"]  # that of drafts is gone
 
 
-# --- conversations, cropping, copying, files
 # -------------------------------------------------------
 
 
@@ -279,58 +241,12 @@ def test_a_state_beside_codes_follows_them(tmp_path):
     torch.testing.assert_close(step(cache), want)
 
 
-# --- everything a recipe can say
 # ------------------------------------------------------------------
 
 
 PRE_ROPE = Recipe(Spec(4, center="pre_rope"), Spec(4), 2, 5)
-RICH = {  # beyond the presets; what they need at head size 8
-    "none": Recipe(Spec(3, center="fixed"), Spec(4), residual="none"),
-    "prod": Recipe(Spec(3, center="fixed"), Spec(4), residual="prod"),
-    "rescale": Recipe(Spec(3, center="fixed"), Spec(4), residual="rescale"),
-    "prod of both": Recipe(Spec(4, residual="qjl"), Spec(3, residual="qjl")),
-    "sign of both": Recipe(Spec(2, residual="sign"), Spec(4, residual="sign")),
-    "3.25 and 1.5": Recipe(Spec(3.25), Spec(1.5)),
-    "tuple": Recipe(Spec((4, 1, 3, 3, 2, 2, 4, 3)), Spec((4,) * 8)),
-    "decay of signs": Recipe(Spec(4, residual="sign"), Spec(3, residual="sign"), 2, 5, 20),
-    "decay of 3.5": Recipe(Spec(3.5), Spec(2), decay=1),
-    "by layer": ["k4v4", Recipe(Spec(4, residual="sign"), Spec(3.25), decay=20)],
-    "pre_rope": PRE_ROPE,
-}
-CASES = [("llama", x) for x in RICH]
 CASES += [("gemma3_text", "decay of signs"), ("gemma3_text", "pre_rope")]
 CASES += [("gpt_oss", "by layer"), ("gpt_oss", "tuple"), ("qwen3_next", "prod")]
-
-
-@pytest.mark.parametrize("name, which", CASES)
-def test_every_recipe_on_codes_and_dense(which, name, monkeypatch):
-    """The same greedy tokens from both paths, over a tile boundary; every byte counted, in a
-    copy too. (test_archive.py: files.)"""
-    # a table that others share is as long as the longest of them needs, and is walked whole
-    monkeypatch.setattr(centre, "_SHARED_COS_SIN", weakref.WeakValueDictionary())
-    model, inputs = tiny(name, max_position_embeddings=512), prompt(2, 280)
-    results = []
-    for attention in two(model):
-        out, cache = generate(model, inputs, attention, RICH[which], max_new_tokens=4)
-        results.append(out)
-        r = cache.report()
-        assert r["nbytes"] == walk_bytes(cache.coded_layers) == sum(r["parts"].values())
-        old = [len(x.store.runs) > 1 and x.store.older.length for x in cache.coded_layers]
-        assert (
-            any(old)
-            == any(x.recipe.decay is not None and not x.is_sliding for x in cache.coded_layers)
-            or name in SLIDING
-        )
-    assert torch.equal(*results)
-    if name in HYBRID:
-        return
-    twin, step = copy.deepcopy(cache), prompt(2, 1, seed=5, padded=False)["input_ids"]
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 4, dtype=torch.long)], 1)
-    with torch.no_grad():
-        same(
-            *(model(step, attention_mask=mask, past_key_values=x).logits for x in (cache, twin))
-        )
-    assert twin.report()["nbytes"] == cache.report()["nbytes"] and twin.recipe == cache.recipe
 
 
 STILL = {
@@ -639,7 +555,6 @@ def test_recipe_per_layer():
     assert same_for_all.recipe == as_recipe("k4v4", bits=2.5).settled(cache.frame.frames[0])
 
 
-# --- bytes: everything counted, nothing hidden
 # ----------------------------------------------------
 
 
@@ -734,7 +649,6 @@ def test_a_cache_is_freed_with_its_last_name(attention):
         gc.enable()
 
 
-# --- padding
 # --------------------------------------------------------------------------------------
 
 
@@ -851,7 +765,6 @@ def test_right_padding():
         assert torch.allclose(x, out[0], atol=1e-4)
 
 
-# --- masks
 # ----------------------------------------------------------------------------------------
 
 
@@ -905,33 +818,7 @@ def test_mask_that_hides_the_first_tokens_at_prefill_only():
     assert torch.allclose(*results, atol=2e-4), float((results[0] - results[1]).abs().max())
 
 
-# --- refusals
 # -------------------------------------------------------------------------------------
-
-
-def test_constructor_arguments():
-    model = tiny()
-    for kwargs, error, name in (
-        (dict(recipe="k9v9"), ValueError, "k9v9"),
-        (dict(recipe=3), TypeError, "recipe"),
-        (dict(bits=9), ValueError, "bits"),
-        (dict(max_length=True), ValueError, "max_length"),
-    ):
-        with refuses(name, error):
-            TurboQuantCache(model, **kwargs)
-    a, b = (
-        TurboQuantCache(model, bits=2),
-        TurboQuantCache(model.config, "k3v3", frame=given_frame(model)),
-    )
-    assert (
-        a.recipe.key.bits == a.recipe.value.bits == 2 and isinstance(b, Cache) and len(b) == 2
-    )
-
-
-@pytest.mark.parametrize("name, why", [("Mamba", "mamba"), ("T5", "encoder")])
-def test_unserved_models_say_so(name, why):
-    with refuses(why):
-        TurboQuantCache(getattr(transformers, f"{name}Config")())
 
 
 def test_output_attentions():
@@ -1015,31 +902,6 @@ def test_a_pass_of_nothing_is_refused(attention, shape):
             assert cache.get_seq_length() == held
             if not held:
                 model(prompt(2, 9, padded=False)["input_ids"], past_key_values=cache)
-
-
-@pytest.mark.parametrize(
-    "name, dtype, limit",
-    [
-        ("llama", torch.float16, 0.01),
-        ("gemma2", torch.bfloat16, 0.08),
-        ("gpt_oss", torch.float16, 0.01),
-    ],
-)
-def test_half_precision(name, dtype, limit):
-    "Logits of the two modes agree to the dtype's rounding, and stay in the dtype."
-    model = copy.deepcopy(tiny(name)).to(dtype)
-    inputs, out = prompt(2, 24), []
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
-    for attention in ("eager", "turboquant"):
-        model.set_attn_implementation(attention)
-        cache, step = cache_for(model, "k4v4"), inputs["input_ids"][:, :1]
-        with torch.no_grad():
-            model(**inputs, past_key_values=cache)
-            out.append(model(step, attention_mask=mask, past_key_values=cache).logits)
-        store = cache.layers[0].store
-        assert store.dtype == store.read()[0].dtype == out[-1].dtype == dtype
-    a, b = (x.float() for x in out)
-    assert float((a - b).abs().max() / a.abs().max()) < limit
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
