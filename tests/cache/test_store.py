@@ -207,23 +207,28 @@ class Dense:
         self.start = f(self.start)
 
     def read(self, first=0):
-        k, v = (x[:, :, first:] for x in self.framed())
+        return self.plain(x[:, :, first:] for x in self.framed())
+
+    def plain(self, states):
+        "Keys and values of the frame as they are outside of it."
+        k, v = states
         return [k if self.pair is None else (k.float() / self.pair).to(self.dtype), v]
 
+    def is_sink(self):
+        "[B, T]: the first tokens of each row."
+        p, start = torch.arange(self.length), self.start[:, None]
+        return (p >= start) & (p < start + self.recipe.sinks)
+
+    def is_exact(self):
+        "[B, 1, T, 1]: sinks and window."
+        recent = torch.zeros(self.length, dtype=torch.bool)
+        recent[[p for p in self.slots.values() if p < self.length]] = True
+        return (recent | self.is_sink())[:, None, :, None]
+
     def framed(self):
-        p = torch.arange(self.length)
-        recent = torch.tensor(
-            [
-                self.recipe.recent > 0 and self.slots.get(i % self.recipe.recent) == i
-                for i in range(self.length)
-            ],
-            dtype=torch.bool,
-        )
-        sink = (p >= self.start[:, None]) & (p < self.start[:, None] + self.recipe.sinks)
-        exact = (recent | sink)[:, None, :, None]
-        old = (p < self.old)[:, None]
+        old = (torch.arange(self.length) < self.old)[:, None]
         return [
-            torch.where(exact, raw, torch.where(old, truncated, coded))
+            torch.where(self.is_exact(), raw, torch.where(old, truncated, coded))
             for raw, truncated, coded in zip(self.raw, self.truncated, self.coded)
         ]
 
