@@ -95,6 +95,20 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Largest(TorchDispatchMode):
+    "The largest tensor that torch makes, in bytes."
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
+
+
 class FoundOnce:
     """A kernel that gives what it compiled, as Triton's compiler does and its interpreter does
     not; how often it was searched for, and how often what was found was launched."""

@@ -11,8 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.helpers import QUIETLY, generate, given_frame, prompt, refuses, seeded, tiny
-from tests.hf.test_hf_kernels import Largest
+from tests.helpers import QUIETLY, Largest, generate, given_frame, prompt, refuses, seeded, tiny
 from turboquant_nb import files
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf import TurboQuantCache

@@ -245,8 +245,6 @@ def test_a_state_beside_codes_follows_them(tmp_path):
 
 
 PRE_ROPE = Recipe(Spec(4, center="pre_rope"), Spec(4), 2, 5)
-CASES += [("gemma3_text", "decay of signs"), ("gemma3_text", "pre_rope")]
-CASES += [("gpt_oss", "by layer"), ("gpt_oss", "tuple"), ("qwen3_next", "prod")]
 
 
 STILL = {

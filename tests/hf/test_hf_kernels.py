@@ -15,6 +15,7 @@ from tests.helpers import (
     MODES,
     QUIETLY,
     Calls,
+    Largest,
     cache_for,
     covering_pairs,
     exact_recipe,
@@ -255,20 +256,6 @@ def test_a_chunk_that_is_all_padding(no_masks):
     inputs["attention_mask"][2, :50] = 0
     cache = chunks_alike(model, inputs)
     assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
-
-
-class Largest(TorchDispatchMode):
-    "The largest tensor that torch makes, in bytes."
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
-                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
-        return out
 
 
 @pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")

@@ -14,7 +14,6 @@ from turboquant_nb.quant.quantizer import (
     Coded,
     Quantizer,
     Spec,
-    channel_bits,
     decode,
     decode_rotated,
     encode,
@@ -67,38 +66,6 @@ def test_spec_refuses(field, bad):
     with refuses(field) as info:
         Spec(**{field: bad})
     assert repr(bad) in str(info.value)
-
-
-def test_own_codebook():
-    "Only encode, decode and to are used; a spec that one table cannot serve asks for one."
-
-    class Shifted:
-        def __init__(self, book):
-            self.book = book
-
-        def encode(self, x, check_finite=True):
-            return self.book.encode(x) + 100
-
-        def decode(self, codes, check_range=True):
-            return self.book.decode(codes - 100)
-
-        def to(self, device):
-            return Shifted(self.book.to(device))
-
-    x = torch.randn(5, 8, generator=seeded())
-    for spec in (Spec(3, residual="sign"), Spec(2.5), Spec((3,) * 8)):
-        with refuses("make_quantizer"):
-            Quantizer(spec, 8)
-        q, plain = (
-            Quantizer(
-                spec, 8, codebook=Shifted(scalar_codebook("sphere", 3, 8).to_int8_grid())
-            ),
-            Quantizer(Spec(3), 8),
-        )
-        a, b = encode(q, x), encode(plain, x)
-        same(a.codes, b.codes + 100)
-        same(decode(q, a), decode(plain, b))
-        assert a.residual is None and q.channel_bits == channel_bits(spec.bits, 8)
 
 
 # --- encode and decode
