@@ -83,14 +83,6 @@ def test_bytes_are_as_they_were(most, digest):
     assert found.hexdigest()[:16] == digest
 
 
-def test_width_counts_whole_bytes():
-    bits = torch.tensor([[[3, 1, 2, 0]], [[4, 4, 4, 4]]], dtype=torch.uint8)
-    s = side(bits)
-    assert s.widths == [3, 4]
-    nine = torch.ones(1, 1, 9, dtype=torch.uint8)
-    assert side(nine).widths == [2]
-
-
 def test_recipes():
     named = {
         f"water{b}{more}": (b, 0.01 * (more == "+")) for b in (2, 3, 4) for more in ("", "+")
