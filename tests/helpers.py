@@ -541,6 +541,11 @@ def texts(n=2, length=40, seed=0):
     return prompt(n, length, seed, padded=False)["input_ids"]
 
 
+def longer(mask, n):
+    "An attention mask after n tokens more."
+    return torch.nn.functional.pad(mask, (0, n), value=1)
+
+
 def logits(model, ids, **kwargs):
     with torch.no_grad():
         return model(ids, **kwargs).logits

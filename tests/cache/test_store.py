@@ -484,7 +484,6 @@ def test_a_copy_knows_where_its_rows_begin(changes):
         store.start.copy_(torch.tensor([changes, 0]))  # which `copy.copy` shares
 
 
-# --- a pre-RoPE mean
 # ----------------------------------------------------------------------------
 
 FREQ = 0.5 ** torch.arange(1.0, 4)  # 6 of 8 channels rotate
@@ -509,21 +508,6 @@ def test_one_table_for_all_stores():
     assert fixed.rope_table is held and len(held) == 50
     pointers = [t.data_ptr() for t in tables_of(a)]
     assert a.rope_table.data_ptr() in pointers and a.cos_sin.inv_freq.data_ptr() in pointers
-
-
-def test_inv_freq_is_refused():
-    why = "inv_freq must be a float vector of at most 4 frequencies, which center='pre_rope'"
-    for bad, error in (
-        (None, TypeError),
-        (torch.ones(2, dtype=torch.long), TypeError),
-        (torch.ones(5), ValueError),
-        (torch.ones(2, 2), ValueError),
-        (torch.tensor([1.0, torch.inf]), ValueError),
-    ):
-        with refuses(why, error):
-            make(PRE_ROPE, inv_freq=bad, frame=frame_for(2, 8, FREQ))
-    named = make(Recipe(Spec(3, center="fixed")), inv_freq=FREQ)
-    assert named.cos_sin is None and named.recipe.key.center == "fixed"  # nothing rotates
 
 
 @pytest.mark.parametrize(
@@ -586,7 +570,6 @@ def test_a_store_holds_the_frame_it_was_given():
         same(store.key.frame.pair[0, :, 0], pair)  # an empty store has it, too
 
 
-# --- static
 # ---------------------------------------------------------------------------------------
 
 
@@ -669,7 +652,6 @@ def test_what_a_recording_cannot_refuse():
     )
 
 
-# --- padding, chunks
 # ---------------------------------------------------------------------------------
 
 
@@ -694,7 +676,6 @@ def test_a_padded_row_is_coded_as_one_alone(center, gen):
                 same(a, b)
 
 
-# --- size, growth
 # ---------------------------------------------------------------------------------
 
 
@@ -718,7 +699,6 @@ def test_evict_frees_bytes():
     assert store.capacity <= 80 and store.nbytes == expected_nbytes(store)
 
 
-# --- bits as a vector, residuals, decay
 # -----------------------------------------------------------
 
 
@@ -841,7 +821,6 @@ def test_tables_hold_every_tensor_of_a_quantizer():
         )
 
 
-# --- refusals
 # -------------------------------------------------------------------------------------
 
 
@@ -863,16 +842,6 @@ def test_tables_hold_every_tensor_of_a_quantizer():
 def test_constructor_refuses(kwargs, error, name):
     with refuses(name, error):
         make(**kwargs)
-
-
-def test_bool_select_and_one_row():
-    store = make(batch=3)
-    store.append(*states(store, 10))
-    k, v = store.read()
-    store.select(torch.tensor([True, False, True]))
-    same(store.read()[0], k[[0, 2]])
-    store.select([-1])
-    same(store.read()[1], v[[2]])
 
 
 def test_autograd_does_not_enter():
@@ -905,7 +874,6 @@ def test_inference_mode_then_no_grad():
     assert store.length == 16 and store.nbytes == expected_nbytes(store)
 
 
-# --- its parts
 # ------------------------------------------------------------------------------------
 
 

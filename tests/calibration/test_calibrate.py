@@ -13,6 +13,7 @@ from tests.helpers import (
     QUIETLY,
     generate,
     logits,
+    longer,
     made,
     prompt,
     random_frame,
@@ -225,7 +226,7 @@ def test_every_attention_gives_the_same_tokens(name):
     "Left-padded, greedy; then a long chunk and a step."
     (model, found), inputs = made(name), prompt()
     mask, results, ends = inputs["attention_mask"], [], []
-    full = torch.cat([mask, torch.ones(3, 41, dtype=torch.long)], 1)
+    full = longer(mask, 41)
     for attention in three(model)[-2:]:
         cache = with_transforms(model, found, mask=mask)
         results.append(generate(model, inputs, attention, cache=cache)[0])

@@ -10,7 +10,16 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from tests.helpers import QUIETLY, covering_pairs, exact_recipe, prompt, refuses, seeded, tiny
+from tests.helpers import (
+    QUIETLY,
+    covering_pairs,
+    exact_recipe,
+    prompt,
+    refuses,
+    seeded,
+    texts,
+    tiny,
+)
 from turboquant_nb.hf import TurboQuantCache
 
 pytestmark = QUIETLY
@@ -36,7 +45,7 @@ def on_codes(cache):
 
 
 def repeated():
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    ids = texts(1, 12).repeat(1, 3)
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 

@@ -34,6 +34,7 @@ from tests.helpers import (
     prompt,
     refuses,
     seeded,
+    texts,
     three,
     tiny,
 )
@@ -148,7 +149,7 @@ def test_drafts_give_the_tokens_of_greedy_decoding(recipe, name):
     model, assistant, recipe = doubled(name), tiny(name, seed=3), STEPWISE[recipe]
     model.set_attn_implementation("eager")
     twin = copy.deepcopy(model)
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    ids = texts(1, 12).repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     plain, one = generate(model, inputs, "turboquant", recipe, max_new_tokens=20)
     for kwargs in (
@@ -179,7 +180,7 @@ def test_a_config_cannot_tell_drafts_from_the_prompt():
     listen to is left alone."""
     model = tiny()
     cache = TurboQuantCache(model.config, "k3v3", frame=given_frame(model))
-    inputs = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
+    inputs = dict(input_ids=texts(1, 12).repeat(1, 3))
     generate(model, inputs, "turboquant", cache=cache, prompt_lookup_num_tokens=4)
     generate(model, inputs, "turboquant", "k3v3", prompt_lookup_num_tokens=4)
     hooks = [hook.__name__ for hook in model._forward_pre_hooks.values()]
@@ -198,7 +199,7 @@ def test_conversation_continues(name):
         results = []
         for attention in two(model):
             out, cache = generate(model, inputs, attention, recipe)
-            turn = torch.cat([out, prompt(2, 5, seed=9, padded=False)["input_ids"]], 1)
+            turn = torch.cat([out, texts(2, 5, seed=9)], 1)
             more = torch.ones(2, turn.shape[1] - 20, dtype=torch.long)
             mask = torch.cat([inputs["attention_mask"], more], 1)
             said = dict(input_ids=turn, attention_mask=mask)
@@ -216,7 +217,7 @@ def test_conversation_continues(name):
 def test_a_state_beside_codes_follows_them(tmp_path):
     """Rows, copies, files and a reset take a layer's recurrent state along; what would leave it
     behind is refused."""
-    model, ids = tiny("falcon_h1"), prompt(3, 30, padded=False)["input_ids"]
+    model, ids = tiny("falcon_h1"), texts(3, 30)
     model.set_attn_implementation("eager")
     cache, token = TurboQuantCache(model, "k3v3"), ids[:, :1]
     first = model(ids, past_key_values=cache).logits
@@ -382,7 +383,7 @@ def test_layers_that_take_anothers_keys(name):
             assert torch.equal(want, got) and (recipe == "k2v2" or torch.equal(got, own))
         assert {x.key.center for x in cache.recipes} == {"pre_rope"}
         model.set_attn_implementation("sdpa")
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    ids = texts(1, 12).repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     plain, drafted = (
         generate(model, inputs, "turboquant", "k2v2", max_new_tokens=15, **kwargs)[0]
@@ -504,7 +505,7 @@ def test_a_mask_that_lacks_a_token_in_generate(attention, extra):
 def test_positions_of_ones_own_are_served():
     """Only what `generate` leaves of a prompt is refused: positions that a caller chose, or a
     mask with holes, are the model's business, and the cache stores what comes."""
-    model, ids = tiny(), prompt(1, 20, padded=False)["input_ids"]
+    model, ids = tiny(), texts(1, 20)
     for places, mask in (
         (torch.arange(5)[None], None),
         (torch.arange(40, 45)[None], None),
@@ -744,7 +745,7 @@ def test_set_padding_refuses():
 
 def test_right_padding():
     "Training-style batches: masked tokens at the end must not be seen later."
-    model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
+    model, ids = tiny(), texts(2, 20)
     mask = torch.ones_like(ids)
     mask[1, 14:] = 0
     noise = ids.clone()
@@ -768,7 +769,7 @@ def test_right_padding():
 
 def test_four_dimensional_masks():
     "A tree of drafts: a 4-D mask, bool or 0/-inf, at prefill and later, one for all heads."
-    model, ids = tiny(), prompt(2, 20, padded=False)["input_ids"]
+    model, ids = tiny(), texts(2, 20)
     g = seeded(2)
     causal = lambda n: torch.ones(n, n, dtype=torch.bool).tril()
     pre = causal(20) & ((torch.rand(20, 20, generator=g) < 0.7) | torch.eye(20).bool())
@@ -797,7 +798,7 @@ def test_four_dimensional_masks():
 
 def test_mask_that_hides_the_first_tokens_at_prefill_only():
     "What a mask hides in one call it may show in the next: nothing may be lost."
-    model, ids = tiny(), prompt(1, 12, padded=False)["input_ids"]
+    model, ids = tiny(), texts(1, 12)
     pre = torch.ones(12, 12, dtype=torch.bool).tril()
     pre[:, :3] = False
     pre[:3, 11] = True  # rows 0-2 look elsewhere, so columns 0-2 are seen by no one
@@ -871,7 +872,7 @@ def test_another_models_cache_is_refused(attention, change, word):
     right, model = tiny("llama"), tiny("llama", **change)
     for x in (right, model):
         x.set_attn_implementation(attention)
-    cache, ids = TurboQuantCache(right), prompt(2, 9, padded=False)["input_ids"]
+    cache, ids = TurboQuantCache(right), texts(2, 9)
     refused = f"built for another model: .*{word}"
     for held in (0, 9):
         if held:
@@ -899,7 +900,7 @@ def test_a_pass_of_nothing_is_refused(attention, shape):
                 model(nothing, past_key_values=cache)
             assert cache.get_seq_length() == held
             if not held:
-                model(prompt(2, 9, padded=False)["input_ids"], past_key_values=cache)
+                model(texts(2, 9), past_key_values=cache)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
@@ -910,9 +911,7 @@ def test_sliding_layers_free_tiles(attention):
     cache, sizes = cache_for(model, "k3v3"), []
     with torch.no_grad():
         for i in range(12):
-            logits = model(
-                prompt(1, 200, seed=i, padded=False)["input_ids"], past_key_values=cache
-            ).logits
+            logits = model(texts(1, 200, seed=i), past_key_values=cache).logits
             sizes.append(
                 sum(cache.report()["per_layer"])
             )  # the table of cosines and sines grows with the length
@@ -932,7 +931,7 @@ def test_sliding_layers_free_tiles(attention):
 def test_operations_of_a_step_in_each_layer():
     """On a processor: as many in each, and few more than a cache that is not
     compressed takes; what a pass asks once does not grow with layers."""
-    ids, counts = prompt(1, 300, padded=False)["input_ids"], {}
+    ids, counts = texts(1, 300), {}
     for layers in (2, 4):
         model = tiny("llama", num_hidden_layers=layers)
         for name, make in (

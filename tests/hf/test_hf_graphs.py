@@ -20,8 +20,10 @@ from tests.helpers import (
     covering_pairs,
     generate,
     host_calls,
+    longer,
     prompt,
     refuses,
+    texts,
     tiny,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -152,9 +154,9 @@ def test_a_second_turn_and_a_second_prompt(static):
     model, how = tiny(), dict(max_new_tokens=6, disable_compile=True)
     caches = pair(model, max_length=64, static=static)
     for again in range(2):
-        ids = prompt(2, 12 + again, seed=again, padded=False)["input_ids"]
+        ids = texts(2, 12 + again, seed=again)
         out = same_tokens(model, dict(input_ids=ids), caches, **how)
-        turn = torch.cat([out, prompt(2, 5, seed=9, padded=False)["input_ids"]], 1)
+        turn = torch.cat([out, texts(2, 5, seed=9)], 1)
         before = caches[1].runner.replayed
         said = dict(input_ids=turn, attention_mask=torch.ones_like(turn))
         same_tokens(model, said, caches, **how)
@@ -244,7 +246,7 @@ def test_a_mask_unlike_the_prompts_is_reported():
     _, cache = pair(model, max_length=64)
     inputs = prompt(2, 20)
     out, _ = generate(model, inputs, "turboquant", cache=cache)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 8, dtype=torch.long)], 1)
+    mask = longer(inputs["attention_mask"], 8)
     call = dict(
         past_key_values=cache,
         position_ids=mask.sum(1, keepdim=True) - 1,
@@ -260,7 +262,7 @@ def test_a_mask_unlike_the_prompts_is_reported():
         model(out[:, -1:], attention_mask=mask, **call)
     cache.check()
     assert cache.runner.replayed == before + 1
-    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+    mask = longer(mask, 1)
     mask[1, 15] = 0  # a hole
     with torch.no_grad():
         model(out[:, -1:], attention_mask=mask, **call)
@@ -350,7 +352,7 @@ def test_passes_with_drafts_are_replayed(recipe, static):
     rejected drafts, a tail of the replay before."""
     model, how = tiny(), dict(padding=False, max_new_tokens=50, disable_compile=True)
     caches = pair(model, recipe, max_length=100, static=static)
-    text = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
+    text = dict(input_ids=texts(1, 12).repeat(1, 3))
     out = same_tokens(model, text, caches, prompt_lookup_num_tokens=4, **how)
     r = caches[1].report()["graphs"]
     assert 1 <= r["captured"] <= 6 and r["replayed"] > 2 * r["captured"], r
@@ -382,7 +384,7 @@ def test_all_layers_are_cropped_together_as_one_by_one(steps, how, monkeypatch):
     a count that the device does not get."""
     model = tiny("mistral" if how == "sliding" else "llama", num_hidden_layers=3)
     model.set_attn_implementation("turboquant")
-    text = prompt(1, 300, padded=False)["input_ids"]
+    text = texts(1, 300)
     together, found = edits.crop_together, []
     notes = lambda *args: found.append(together(*args)) or found[-1]
     monkeypatch.setattr(edits, "crop_together", notes)
@@ -500,7 +502,7 @@ def test_slots_of_the_ring_are_computed_once_for_all_layers(monkeypatch):
     monkeypatch.setattr(DeviceClock, "ring", notes)
     model = tiny("llama", num_hidden_layers=4)
     recipes = [Recipe(Spec(3), Spec(3), recent=n) for n in (7, 5, 7, 5)]
-    text, said = prompt(1, 90, padded=False)["input_ids"], []
+    text, said = texts(1, 90), []
     for graphs in (False, Tape):
         cache = TurboQuantCache(model, recipes, max_length=100, graphs=graphs)
         out = read(model, cache, text, 40, (4, 4, 4, 4, 5, 5, 5, 4, 5), back=2)
@@ -512,7 +514,7 @@ def test_slots_of_the_ring_are_computed_once_for_all_layers(monkeypatch):
 def test_passes_of_changing_lengths_are_not_captured():
     """An assistant that drafts now 2, now 3 tokens would pay for graphs that are hardly
     replayed: a number of tokens is captured when it comes twice in a row."""
-    model, text = tiny(), prompt(1, 60, padded=False)["input_ids"]
+    model, text = tiny(), texts(1, 60)
     logits = []
     for graphs in (False, Tape):
         cache = TurboQuantCache(model, "k3v3", max_length=100, graphs=graphs)
@@ -537,7 +539,7 @@ def test_passes_of_changing_lengths_are_not_captured():
 def test_a_graph_does_not_outlive_the_tensors_that_another_moved():
     """Passes of three tokens make the store grow; a token alone, captured before, comes after
     that. Kills: its graph, which replays on the tensors that were left."""
-    model, text = tiny("llama", num_hidden_layers=1), prompt(1, 290, padded=False)["input_ids"]
+    model, text = tiny("llama", num_hidden_layers=1), texts(1, 290)
     logits = []
     for graphs in (False, Tape):
         cache = TurboQuantCache(model, "k3v3", graphs=graphs)
@@ -553,7 +555,7 @@ def test_drafts_and_then_none_in_one_cache():
     refused."""
     model = tiny()
     caches = pair(model, "k3v3", max_length=100)
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 2)
+    ids = texts(1, 12).repeat(1, 2)
     said = lambda ids: dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     drafts = dict(prompt_lookup_num_tokens=3)
     for more in (drafts, {}):
@@ -637,7 +639,7 @@ def test_a_pass_with_drafts_is_captured_while_the_prompt_is_read(static, wrong, 
     """With as many drafts as the prompt had: the first pass behind it is captured, and of a
     kind that was compared before it is captured in the prompt. Drafts behind the prompt that
     are taken back leave the graph as it is."""
-    model, text = copy.deepcopy(tiny()), prompt(1, 60, padded=False)["input_ids"]
+    model, text = copy.deepcopy(tiny()), texts(1, 60)
     model.set_attn_implementation("turboquant")
     monkeypatch.setattr(StepRunner, "_device_needs", lambda self, now: 1e9)
     said, more = {}, dict(max_length=100, static=True) if static else {}

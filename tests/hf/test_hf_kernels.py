@@ -24,6 +24,7 @@ from tests.helpers import (
     prompt,
     refuses,
     seeded,
+    texts,
     tiny,
 )
 from turboquant_nb.kernels import ops
@@ -60,7 +61,7 @@ def test_no_mask_in_any_way_of_generating(mode, name, no_masks):
     _, cache = generate(model, inputs, "turboquant", "k3v3", **how, **MODES[mode])
     assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
     if mode == "beams":
-        text = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
+        text = dict(input_ids=texts(1, 12).repeat(1, 3))
         generate(model, text, "turboquant", "k3v3", **how, prompt_lookup_num_tokens=3)
 
 
@@ -266,7 +267,7 @@ def test_a_step_makes_nothing_as_large_as_the_past():
         "cuda" if CUDA else "cpu"
     )
     try:
-        ids, most = prompt(1, 500, padded=False)["input_ids"].to(model.device), {}
+        ids, most = texts(1, 500).to(model.device), {}
         for attention in ("turboquant", "sdpa"):
             model.set_attn_implementation(attention)
             cache = (
@@ -294,10 +295,7 @@ def test_what_a_kernel_took_is_told_later(bad, n):
     model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
     try:
         model.set_attn_implementation("turboquant")
-        cache, inputs = (
-            kernel_cache(model),
-            prompt(1, 9, padded=False)["input_ids"].to(model.device),
-        )
+        cache, inputs = (kernel_cache(model), texts(1, 9).to(model.device))
         with torch.no_grad():
             model(inputs, past_key_values=cache)
             x = torch.zeros(1, 1, n, 16, device=model.device)
@@ -327,7 +325,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
     monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
     model.to("cuda" if CUDA else "cpu")
-    ids = prompt(1, 30, padded=False)["input_ids"].to(model.device)
+    ids = texts(1, 30).to(model.device)
     weight = model.model.layers[1].self_attn.k_proj.weight
     model.set_attn_implementation("turboquant")
     more = dict(max_length=128, static=True, graphs=False) if static else {}
@@ -504,7 +502,7 @@ def test_what_a_layer_costs_the_host(scaled, static, silent):
         graphs=False,
         **dict(max_length=700, static=True) if static else {},
     )
-    module, ids = model.model.layers[1].self_attn, prompt(1, 300, padded=False)["input_ids"]
+    module, ids = model.model.layers[1].self_attn, texts(1, 300)
     with torch.no_grad():
         model(ids, past_key_values=cache)
         k = torch.randn(1, model.config.num_key_value_heads, 1, 64)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import QUIETLY, fused, generate, prompt, refuses, tiny
+from tests.helpers import QUIETLY, fused, generate, prompt, refuses, texts, tiny
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.kernels import ops
@@ -108,7 +108,7 @@ def test_compiled_steps(name, padded):
             model(**inputs, past_key_values=eager)
             place = inputs["attention_mask"].sum(1, keepdim=True)
             for i in range(3):
-                ids = prompt(2, 1, seed=10 + i, padded=False)["input_ids"]
+                ids = texts(2, 1, seed=10 + i)
                 position = place + i
                 want = model(
                     ids, past_key_values=eager, position_ids=position, attention_mask=None
@@ -177,7 +177,7 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
     for layers in (2, 7):
         model, asked = tiny("llama", num_hidden_layers=layers), []
         model.set_attn_implementation("turboquant")
-        cache, ids = static(model), prompt(2, 20, padded=False)["input_ids"]
+        cache, ids = static(model), texts(2, 20)
         with torch.no_grad():
             model(ids, past_key_values=cache)
             cache.reset()

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from turboquant_nb.hf import TurboQuantCache
-from tests.helpers import ONE_THREAD, refuses, seeded
+from tests.helpers import ONE_THREAD, longer, refuses, seeded
 
 pytestmark = ONE_THREAD
 
@@ -348,7 +348,7 @@ def test_positions_that_a_model_keeps_to_itself_travel_with_a_saved_session(name
     cache, how = TurboQuantCache(model, "k4v4"), dict(max_new_tokens=3, do_sample=False)
     said = model.generate(**inputs, **how, past_key_values=cache)
     cache.save(tmp_path / "a")
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 7, dtype=torch.long)], 1)
+    mask = longer(inputs["attention_mask"], 7)
     turn = dict(input_ids=torch.cat([said, said[:, 5:9]], 1), attention_mask=mask)
 
     def goes_on(other, cache):

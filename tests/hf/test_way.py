@@ -14,7 +14,16 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import turboquant_nb
-from tests.helpers import QUIETLY, exact_recipe, given_frame, prompt, refuses, seeded, tiny
+from tests.helpers import (
+    QUIETLY,
+    exact_recipe,
+    given_frame,
+    prompt,
+    refuses,
+    seeded,
+    texts,
+    tiny,
+)
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf import layer as hf_layer
 from turboquant_nb.hf import hooks
@@ -149,7 +158,7 @@ def test_the_model_is_as_it_was():
 
 def test_a_mask_that_adds_a_bias_is_served_on_codes():
     "Of a prompt, a chunk and a step."
-    model, ids, out = tiny(), prompt(2, 20, padded=False)["input_ids"], {}
+    model, ids, out = tiny(), texts(2, 20), {}
     g = seeded()
     passes = [
         (n, torch.randn(2, 1, n, m, generator=g)) for n, m in ((20, 20), (3, 23), (1, 24))
