@@ -20,28 +20,14 @@ from tests.helpers import (
     texts,
     tiny,
 )
+from tests.hf.test_way import on_codes, own, tokens
 from turboquant_nb.hf import TurboQuantCache
 
 pytestmark = QUIETLY
-GREEDY = dict(max_new_tokens=8, do_sample=False)
-
-
-def tokens(model, inputs, cache, **how):
-    torch.manual_seed(7)
-    return model.generate(**inputs, past_key_values=cache, **GREEDY | how)
-
-
-def own(model, inputs, **how):
-    return tokens(model, inputs, DynamicCache(config=model.config), **how)
 
 
 def ours(model, **settings):
     return TurboQuantCache(model, exact_recipe(), **settings)
-
-
-def on_codes(cache):
-    served = cache.report()["served"]
-    return not served.get("dense") and bool(served.get("codes") or served.get("chunk"))
 
 
 def repeated():

@@ -446,26 +446,6 @@ def test_what_no_pass_could_serve_is_said_first():
     assert all(map(torch.equal, cache.layers[0].store.read(), before))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "turboquant"])
-def test_a_mask_that_lacks_tokens_is_refused(attention):
-    """transformers takes what lacks for padding at the right: the last token was hidden, and
-    the padding at the left not learnt. Nothing of the pass is kept."""
-    model, inputs = tiny(), prompt(2, 20)
-    model.set_attn_implementation(attention)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    for bad in (mask[:, 1:], mask[:, :-1], mask.repeat(2, 1)):
-        cache = cache_for(model)
-        with refuses(r"attention_mask must be \[2, 20\]"):
-            model(ids, attention_mask=bad, past_key_values=cache)
-        assert cache.get_seq_length() == 0
-    cache = cache_for(model)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache)
-        with refuses("a column for each of 20 tokens held and 1 new ones, got .2, 1."):
-            model(ids[:, -1:], attention_mask=mask[:, -1:], past_key_values=cache)
-        assert cache.get_seq_length() == 20 and cache.coded_layers[0].starts == (0, 7)
-
-
 @pytest.mark.parametrize(
     "attention, extra",
     [

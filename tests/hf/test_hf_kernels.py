@@ -20,6 +20,7 @@ from tests.helpers import (
     covering_pairs,
     exact_recipe,
     generate,
+    logits,
     host_calls,
     prompt,
     refuses,
@@ -168,21 +169,13 @@ def test_auto_never_takes_the_interpreter():
     )
 
 
-REFUSED = {
-    "residual": (Recipe(residual="prod"), {}, "QJL"),
-    "fractions": (Recipe(Spec(2.5), Spec(3)), {}, "bits must be one integer"),
-    "head size": (Recipe(), dict(head_dim=8), "multiple of 16"),
-}
-
-
-@pytest.mark.parametrize("which", REFUSED)
-def test_demanding_kernels_raises_before_anything_is_stored(which):
-    recipe, sizes, why = REFUSED[which]
-    model = tiny(**{**SMALL, **sizes})
+def test_demanding_kernels_raises_before_anything_is_stored():
+    "(Which recipes and sizes kernels refuse: tests/kernels.)"
+    model = tiny(**SMALL)
     model.set_attn_implementation("turboquant")
-    cache = kernel_cache(model, recipe)
-    with torch.no_grad(), refuses(f"'triton' cannot serve this store: .*{why}"):
-        model(**prompt(1, 5, padded=False), past_key_values=cache)
+    cache = kernel_cache(model, Recipe(Spec(2.5), Spec(3)))
+    with refuses("'triton' cannot serve this store: .*bits must be one integer"):
+        logits(model, **prompt(1, 5, padded=False), past_key_values=cache)
     assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
 
 

@@ -208,30 +208,23 @@ def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_module_is_asked_before_it_attends(attention):
     """What the module would have called, its own tensors and mask; the last who was put is
-    asked alone; after an error, and in other models, all is as it was."""
+    asked alone; other models are as they were. (Page hf_hooks: after it, and after an error.)"""
     model, other, inputs = tiny(), tiny(seed=1), prompt(2, 9)
     model.set_attn_implementation(attention)
     first, second = (x.self_attn for x in model.model.layers[:2])
     before, apart, seen = model(**inputs).logits, other(**inputs).logits, []
 
     def note(own, module, query, key, value, mask, **kwargs):
-        seen.append((module, list(query.shape), list(key.shape), mask is None))
+        seen.append((module, query.shape[2] == key.shape[2] == 9, mask is None))
         return own(module, query, key, value, mask, **kwargs)
 
-    def zero(own, module, query, *rest, **kwargs):
-        return torch.zeros_like(query).transpose(1, 2), None
-
+    zero = lambda own, module, query, *rest, **kwargs: (0 * query.transpose(1, 2), None)
     with hooks.hooked(hooks.Ask(first, note), hooks.Ask(second, zero)):
-        changed = model(**inputs).logits
+        assert not torch.equal(model(**inputs).logits, before)
         with hooks.hooked(hooks.Ask(second, note)):
             assert torch.equal(model(**inputs).logits, before)
-        assert torch.equal(model(**inputs).logits, changed) and not changed.equal(before)
         assert torch.equal(other(**inputs).logits, apart)
-    assert [x[0] for x in seen] == [first, first, second, first]
-    assert all(x[1][2] == x[2][2] == 9 and not x[3] for x in seen)
-    with pytest.raises(ZeroDivisionError), hooks.hooked(hooks.Ask(first, zero)):
-        raise ZeroDivisionError
-    assert torch.equal(model(**inputs).logits, before) and len(seen) == 4
+    assert seen == [(x, True, False) for x in (first, first, second)]
 
 
 def test_guidance_runs_a_second_pass_on_a_cache_of_its_own():
