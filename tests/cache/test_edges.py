@@ -7,7 +7,7 @@ import torch
 
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.decay import DecayStore
-from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, expected_nbytes, tail_with
@@ -167,19 +167,6 @@ def test_a_store_that_lost_all_has_no_old_tokens():
     for crop, left in ((7, 32), (16, 16), (16, 0), (1, 0)):  # 33, 17, 1 and 0 tokens
         store.crop(crop)
         assert store.older.length == left and store.nbytes == expected_nbytes(store)
-
-
-@pytest.mark.parametrize(
-    "tensor, field, why",
-    (("start", "", "start must be .* nothing"), ("", "d", "the file must hold 'd', got")),
-)
-def test_tensors_without_their_start_or_header_are_no_store(tensor, field, why):
-    store = KVStore(Recipe(), 2, 2, 8)
-    store.append(*states(9))
-    held, header = state_of(store)
-    held.pop(tensor, None), header.pop(field, None)
-    with refuses(why):
-        store_of(held, header)
 
 
 @pytest.mark.parametrize("parts", ((16,), (10, 6), (15, 1)))

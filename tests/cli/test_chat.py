@@ -105,15 +105,6 @@ def test_saved_and_loaded_it_is_the_same_file_and_goes_on_alike(talk, tmp_path):
     assert other.ids == talk.ids  # as it was
 
 
-def test_other_weights_are_refused(talk, plain, tmp_path):
-    talk.turn("Call me Ishmael.", limit=3)
-    chat.save_conversation(talk, tmp_path / "a")
-    with torch.no_grad():
-        talk.model.model.norm.weight[0] += 0.5
-    with refuses("belong to these weights alone"):
-        chat.load_conversation(talk, tmp_path / "a")
-
-
 class Broken:
     "A streamer that fails after some tokens."
 

@@ -89,16 +89,11 @@ def test_finite():
     ):
         assert checks.finite(x, "x") is x
     for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for bad, text in (
-            (torch.nan, "1 NaN and 0 Inf of 6"),
-            (torch.inf, "0 NaN and 1 Inf of 6"),
-            (-torch.inf, "0 NaN and 1 Inf of 6"),
-        ):
-            for at in range(6):
-                x = torch.ones(6, dtype=kind)
-                x[at] = bad
-                with refuses(f"^x must be finite, got {text} values"):
-                    checks.finite(x.view(2, 3), "x")
+        for bad, text in ((torch.nan, "1 NaN and 0 Inf"), (-torch.inf, "0 NaN and 1 Inf")):
+            x = torch.ones(6, dtype=kind)
+            x[4] = bad
+            with refuses(f"^x must be finite, got {text} of 6 values"):
+                checks.finite(x.view(2, 3), "x")
     with refuses("0 NaN and 2 Inf"):  # they cancel to NaN in the sum
         checks.finite(torch.tensor([torch.inf, -torch.inf]), "x")
 
