@@ -21,7 +21,6 @@ from turboquant_nb.theory.rotation import (
 from tests.helpers import ONE_THREAD, refuses
 
 KINDS = ("identity", "haar", "hadamard")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 pytestmark = ONE_THREAD
