@@ -25,9 +25,16 @@ def states(n, seed=0):
     return [torch.randn(2, 2, n, 8, generator=g) for _ in "kv"]
 
 
+def small(recipe=None, fixed=None, **more):
+    """A store of two rows, two heads and 8 channels, in tiles of 8 tokens; where the device
+    counts, with room for so many."""
+    size = {} if fixed is None else dict(max_length=fixed, static=True)
+    return KVStore(recipe or Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, **size, **more)
+
+
 def test_freed_tiles_of_a_bounded_store_stay_allocated():
     "With max_length its tensors have one size for ever: what is freed in front is room behind."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64)
+    store = small(max_length=64)
     store.append(*states(40))
     before, want = store.capacity, [x[:, :, 16:] for x in store.read()]
     store.evict(20)
@@ -42,7 +49,7 @@ def test_freed_tiles_of_a_bounded_store_stay_allocated():
 
 def test_a_crop_takes_the_ends_of_rows_along():
     "An end beyond what is left would hide nothing now and show too much later."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
+    store = small()
     store.append(*states(40))
     store.set_range(end=torch.tensor([38, 20]))
     store.crop(10)
@@ -53,7 +60,7 @@ def test_a_crop_takes_the_ends_of_rows_along():
 def test_any_part_of_a_store_is_read_as_the_whole_is(start):
     "Exact tokens at the ends of the part, inside it and beside it."
     recipe = Recipe(Spec(3, center="fixed", pair_scale="frame"), sinks=2, recent=5)
-    store = KVStore(recipe, 2, 2, 8, tile=8, frame=random_frame(2, 8))
+    store = small(recipe, frame=random_frame(2, 8))
     store.set_range(start=torch.tensor(start))
     store.append(*states(21))
     whole = store.read()
@@ -125,7 +132,7 @@ def test_a_range_is_checked_entry_by_entry_and_is_the_stores_own():
 def test_an_empty_store_has_no_tile():
     "What grows begins with nothing, what has a length with all of it."
     for limit, tiles in ((None, 0), (1, 1), (8, 1), (9, 2)):
-        store = KVStore(Recipe(), 2, 2, 8, tile=8, max_length=limit)
+        store = small(Recipe(), max_length=limit)
         assert (
             store.key.memory.tiles == store.value.memory.tiles == tiles
             and store.capacity == 8 * tiles
@@ -135,7 +142,7 @@ def test_an_empty_store_has_no_tile():
 def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
     from turboquant_nb.cache import memory as module
 
-    store, seen, unpack = KVStore(Recipe(), 2, 2, 8, tile=8), [], module.unpack
+    store, seen, unpack = small(Recipe()), [], module.unpack
     store.append(*states(80))
     monkeypatch.setattr(
         module,
@@ -151,7 +158,7 @@ def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
 def test_the_counter_among_the_flags_is_no_flag():
     """Five are raised, the sixth number counts for kernels: `sync` says nothing of it, and
     nothing of ours raises it."""
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=16, static=True)
+    store = small(fixed=16)
     store.append(*states(10))
     store.flags[5] = 4
     assert store.sync() == 10 and store.flags.tolist() == [0, 0, 0, 0, 0, 4]
@@ -173,10 +180,7 @@ def test_a_store_that_lost_all_has_no_old_tokens():
 def test_a_static_store_takes_what_fits_to_the_last_token(parts):
     "By number and by position, at once and in parts; one token more is refused or noted."
     recipe = Recipe(sinks=1, recent=4)
-    one, two = (
-        KVStore(recipe, 2, 2, 8, tile=8, max_length=16, static=True, frame=random_frame(2, 8))
-        for _ in range(2)
-    )
+    one, two = (small(recipe, 16, frame=random_frame(2, 8)) for _ in range(2))
     k, v = states(16)
     for a, b in zip(k.split(parts, 2), v.split(parts, 2)):
         one.append(a, b)
@@ -208,7 +212,7 @@ ASKING = dict(
 @pytest.mark.parametrize("what", ASKING)
 def test_a_static_store_is_asked_after_the_device(what):
     "Whatever is done with it, tokens that a recorded step appended count."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store = small(fixed=64)
     store.append(*states(20))
     unsynced(store, states(3, 1))
     assert store.length == 20 and ASKING[what](store) == 23
@@ -217,7 +221,7 @@ def test_a_static_store_is_asked_after_the_device(what):
 def test_a_store_grows_by_an_eighth():
     "Nine tiles and one token more: eleven; one and one: two; many at once: what they need."
     for have, more, want in ((9, 1, 11), (1, 1, 2), (16, 1, 18), (2, 80, 12)):
-        store = KVStore(Recipe(), 2, 2, 8, tile=8)
+        store = small(Recipe())
         store.append(*states(8 * have))
         assert store.key.memory.tiles == have
         store.append(*states(more))
@@ -268,7 +272,7 @@ def by_position(store, states):
 def test_what_is_freed_in_front_is_not_asked_for_behind():
     """After an eviction a store holds the tiles that its tokens need, and grows by an eighth at
     most."""
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
+    store = small()
     store.append(*states(160))
     store.evict(152)
     assert store.offset == 152 and store.key.memory.tiles == 1
@@ -280,7 +284,7 @@ def test_what_is_freed_in_front_is_not_asked_for_behind():
 
 def test_a_static_store_shows_what_it_holds_and_no_more():
     "Outside a recording the host knows the length: `coded` ends there, not at max_length."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store = small(fixed=64)
     store.append(*states(20))
     store.coded("key", 0, 20)
     with refuses(r"positions must lie in \[0, 20\], got \[0, 21\)"):
@@ -300,7 +304,7 @@ def test_a_tail_where_the_device_counts():
     """Recorded as eager: positions and states are those of the last `recent` tokens and the
     chunk."""
 
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store = small(fixed=64)
     store.append(*states(21))
     want = tail_with(store, *states(3, 1))
     with recording():
@@ -317,10 +321,7 @@ def test_a_tail_where_the_device_counts():
 def test_a_ring_with_a_gap_is_filled_from_the_tail(n):
     """After a deep crop the ring holds less than it could; a tail then begins late, and gives
     back what it has."""
-    store, recipe = (
-        KVStore(Recipe(sinks=0, recent=4), 2, 2, 8, tile=8),
-        Recipe(sinks=0, recent=4),
-    )
+    store, recipe = (small(Recipe(sinks=0, recent=4)), Recipe(sinks=0, recent=4))
     k, v = states(23)
     store.append(k[:, :, :20], v[:, :, :20])
     store.crop(2)
@@ -355,8 +356,8 @@ def test_attention_where_the_device_counts_the_tokens(center, recent):
         Recipe(Spec(3, center=center, pair_scale="frame"), Spec(2), sinks=2, recent=4),
         0.5 ** torch.arange(1.0, 5.0),
     )
-    more = dict(static=True, inv_freq=freq, frame=random_frame(2, 8, 8))
-    store = KVStore(recipe, 2, 2, 8, tile=8, max_length=64, **more)
+    more = dict(inv_freq=freq, frame=random_frame(2, 8, 8))
+    store = small(recipe, 64, **more)
     k, v = states(40)
     store.set_range(start=torch.tensor([0, 5]))
     store.append(k[:, :, :37], v[:, :, :37])

@@ -113,7 +113,7 @@ def test_a_mistyped_calibration_is_asked_for_once(call, monkeypatch):
 def test_a_recipe_per_layer(call, tiny):
     rows = [json.loads(preset(n).to_json()) for n in ("k4v4", "k2v2")]
     ask = f"generate --model {tiny} --prompt x --max-new-tokens 3 --json --quiet --recipe"
-    said = json.loads(call(ask, json.dumps(rows), "--recent", 5)[1])["cache"]["recipe"]
+    said = call.json(ask, json.dumps(rows), "--recent", 5)["cache"]["recipe"]
     assert [(r["key"]["bits"], r["recent"]) for r in map(json.loads, said)] == [(4, 5), (2, 5)]
     refused(call(ask, json.dumps(rows[:1])), "each of the 2 layers", "got a list of 1")
 

@@ -113,7 +113,7 @@ def test_the_type_of_states_is_that_of_the_config_unless_weights_say_another(cal
     config.dtype = torch.float32
     config.save_pretrained(tmp_path)
     for more, dtype in (("", "float32"), ("--bits-of-weights 16", "bfloat16")):
-        data = json.loads(call(f"plan --model {tmp_path} --context 300 --json {more}")[1])
+        data = call.json(f"plan --model {tmp_path} --context 300 --json {more}")
         kind = getattr(torch, dtype)
         size = plan.CacheSize(config, "k4v4", kind).bytes(300)
         assert data["dtype"] == dtype and data["caches"][1]["nbytes"] == size
@@ -190,7 +190,7 @@ def test_the_largest_context_fits_and_no_more(call, tmp_path):
             (row["largest_context"], True),
             (row["largest_context"] + 1, False),
         ):
-            again = json.loads(call(f"{ask} {context}")[1])
+            again = call.json(f"{ask} {context}")
             found = next(x for x in again["caches"] if x["cache"] == row["cache"])
             assert (
                 found["fits"] is fits
@@ -199,7 +199,7 @@ def test_the_largest_context_fits_and_no_more(call, tmp_path):
 
 
 def test_a_folder_with_a_config_alone_and_shapes(call, tmp_path, tiny):
-    assert json.loads(call(f"plan --model {tiny} --json")[1])["model_context"] == 8192
+    assert call.json(f"plan --model {tiny} --json")["model_context"] == 8192
     code, out, _ = call("plan --model 32x8x128 --context 1000 --recipe k3v3")
     assert code == 0 and "Weights: not known" in out and "largest context" not in out
     out = call("plan --model 32x8x128 --weights 16GB --gpu 24GB")[1]

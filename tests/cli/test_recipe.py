@@ -1,6 +1,5 @@
 """turboquant recipe: what it prints can be passed on; its bits are those that are stored."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -28,7 +27,7 @@ def test_recipe_options_and_file(call, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(out)
     assert call(f"recipe {file}")[1] == out
-    got = json.loads(call("recipe k4v3 --json")[1])
+    got = call.json("recipe k4v3 --json")
     assert (
         got["nominal_bits"] == 3.5
         and got["bits_with_scale"] == {"64": 3.75, "128": 3.625}
@@ -58,7 +57,7 @@ def test_recipe_options_and_file(call, tmp_path):
     ],
 )
 def test_prices(call, recipe, nominal, costs, words):
-    got = json.loads(call("recipe", recipe.to_json(), "--json")[1])
+    got = call.json("recipe", recipe.to_json(), "--json")
     assert got["nominal_bits"] == pytest.approx(nominal) and got[
         "bits_with_scale"
     ] == costs == plan.bits_by_head_size(recipe)
