@@ -95,6 +95,18 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Launches(TorchDispatchMode):
+    "Names of what is computed or copied."
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return func(*args, **(kwargs or {}))
+
+
 class Largest(TorchDispatchMode):
     "The largest tensor that torch makes, in bytes."
 

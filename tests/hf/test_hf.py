@@ -18,6 +18,7 @@ from turboquant_nb.quant.calibration import Calibration, LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.theory import centre
+from turboquant_nb.theory.rope import apply_rope
 from tests.helpers import (
     BASE,
     HYBRID,
@@ -293,16 +294,8 @@ def test_what_rope_rotates_by(name):
         k = cache.layers[i].keys
         plain = made[i].view(k.shape[0], k.shape[2], k.shape[1], -1).transpose(1, 2)
         if freq is not None:
-            r, angle = 2 * len(freq), -torch.arange(k.shape[2])[:, None] * freq
-            a, b = k[..., :r].chunk(2, -1)
-            k = torch.cat(
-                [
-                    a * angle.cos() - b * angle.sin(),
-                    b * angle.cos() + a * angle.sin(),
-                    k[..., r:],
-                ],
-                -1,
-            )
+            turn = dict(rotary_dim=2 * len(freq), inv_freq=freq)
+            k = apply_rope(k, -torch.arange(k.shape[2]), **turn)
         size = k.norm() / plain.norm()  # YaRN stretches
         assert torch.allclose(k, plain * size, atol=2e-4 * float(k.abs().max())), i
 

@@ -17,6 +17,7 @@ from tests.helpers import (
     HYBRID,
     QUIETLY,
     SLIDING,
+    Launches,
     covering_pairs,
     generate,
     host_calls,
@@ -385,18 +386,6 @@ def test_all_layers_are_cropped_together_as_one_by_one(steps, how, monkeypatch):
                 assert int(a.store.clock.position) == int(b.store.clock.position) == at
     some = any(x is not None for x in found)
     assert some if how != "sliding" else not found
-
-
-class Launches(TorchDispatchMode):
-    "Names of what is computed or copied."
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names += [] if func.is_view else [func.overloadpacket.__name__]
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("layers", [2, 6])

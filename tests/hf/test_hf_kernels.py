@@ -2,11 +2,9 @@
 where there is no GPU), and reasons where they do not."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
@@ -16,6 +14,7 @@ from tests.helpers import (
     QUIETLY,
     Calls,
     Largest,
+    Launches,
     cache_for,
     covering_pairs,
     exact_recipe,
@@ -415,18 +414,6 @@ def silent(monkeypatch):
     return made
 
 
-class Named(TorchDispatchMode):
-    "Counts PyTorch's operations by name."
-
-    def __init__(self):
-        super().__init__()
-        self.n = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 class Found(Silent):
     "A kernel that is searched for, and does nothing."
 
@@ -465,12 +452,13 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
         made.clear()
         calls = host_calls(lambda: cache.update(k, k, 1))
         assert made == ["encode_kernel"] * launches, made
-        with Named() as operations:
+        with Launches() as operations:
             cache.update(k, k, 2)
     fills = sum(
-        operations.n[name] for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
+        operations.names.count(name)
+        for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
     )
-    assert calls <= 470 and fills <= 2, (calls, operations.n)
+    assert calls <= 470 and fills <= 2, (calls, operations.names)
     assert all(x.store.length == tokens and x.coded["kernel"] for x in cache.layers)
 
 
