@@ -844,6 +844,16 @@ def test_constructor_refuses(kwargs, error, name):
         make(**kwargs)
 
 
+def test_bool_select_and_one_row():
+    store = make(batch=3)
+    store.append(*states(store, 10))
+    k, v = store.read()
+    store.select(torch.tensor([True, False, True]))
+    same(store.read()[0], k[[0, 2]])
+    store.select([-1])
+    same(store.read()[1], v[[2]])
+
+
 def test_autograd_does_not_enter():
     "A forward without no_grad must not chain the whole dense graph to the cache."
     store = make(Recipe(Spec(center="fixed"), Spec(), sinks=2, recent=3))

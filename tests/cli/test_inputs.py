@@ -9,14 +9,14 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from turboquant_nb.cli import app as inputs, eval
 from turboquant_nb.evaluation import candidates, models
 from turboquant_nb.quant.recipe import PRESETS, preset
 from tests.helpers import ONE_THREAD, refuses
 
-from .conftest import refused
+from .conftest import SIZE, refused
 
 pytestmark = ONE_THREAD
 
@@ -175,6 +175,21 @@ def test_a_gguf_file_that_is_damaged_says_so(tmp_path):
         broken.write_bytes(bad)
         with refuses("GGUF|damaged in its head"):
             inputs.read_config(str(broken))
+
+
+def test_a_recipe_is_refused_before_a_model_of_the_hub_is_downloaded(
+    call, monkeypatch, tmp_path
+):
+    "A cache of the hub that holds the configuration and no weights."
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("0" * 40)
+    (snapshot / "config.json").write_text(LlamaConfig(**SIZE).to_json_string())
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    want = "recipe: bits times d must be an integer, got 3.7 at d = 32"
+    refused(call("generate --prompt x --quiet --model org/model --bits 3.7"), want)
 
 
 @pytest.mark.parametrize(

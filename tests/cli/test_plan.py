@@ -22,7 +22,7 @@ from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from tests.helpers import ONE_THREAD
 
-from .conftest import SIZE
+from .conftest import SIZE, refused
 
 pytestmark = ONE_THREAD
 
@@ -132,6 +132,15 @@ def test_a_recipe_that_does_not_fit_is_told_beside_the_others(call):
     assert "k2v2-trellis does not fit: codebook=" in call(f"{ask} k2v2-trellis")[1]
     code, _, err = call("plan --model 4x2x72 --recipe k2v2-trellis")
     assert code == 2 and "d = 72" in err and err.count("\n") == 1
+
+
+def test_a_config_without_heads_is_refused(call, tmp_path):
+    "(What a cache says of it: tests/hf/test_guards.py.)"
+    said = dict(num_attention_heads="a size in its config is 0", num_key_value_heads="KV heads")
+    for name, words in said.items():
+        text = json.dumps(CONFIGS["llama"].to_dict() | {name: 0})
+        (tmp_path / "config.json").write_text(text)
+        refused(call(f"plan --model {tmp_path}"), words)
 
 
 def test_a_table_is_counted_once_however_layers_come_and_go():

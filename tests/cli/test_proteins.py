@@ -3,6 +3,7 @@ transformers' own, batches, codes and files."""
 
 import csv
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -117,6 +118,19 @@ def test_embeddings_are_those_of_transformers(call, esm2, proteins, own, tmp_pat
             and np.abs(means["embeddings"][i] - hidden.mean(0)).max() < 1e-5 * top
         )
         assert (np.array(lines[i][1:], np.float32) == means["embeddings"][i]).all()
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors", "csv"])
+def test_a_full_disk_names_the_file(call, esm2, proteins, tmp_path, kind):
+    "safetensors had an error of its own, and no other named a file."
+    out, limits = tmp_path / f"r.{kind}", resource.getrlimit(resource.RLIMIT_FSIZE)
+    ask = f"contacts --model {esm2 / 'model'} --fasta {proteins} --out {out} --quiet"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        code, _, err = call(ask)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1 and f"File too large: '{out}'" in err and [*tmp_path.iterdir()] == []
 
 
 def test_contacts_are_those_of_transformers(call, esm2, proteins, own, tmp_path):

@@ -224,9 +224,12 @@ def test_statistics_are_of_what_the_model_computes(model):
 
 
 def test_a_past_of_codes_grows_by_an_eighth(model, code):
-    "With no slack for a prefill; what a past holds otherwise: test_folding.py."
+    "With no slack for a prefill, or all at once; what a past holds otherwise: test_folding.py."
     ids, mask = tokens(proteins(2))
     wide = sum(sum(s.widths) for s in code.sides)
+    with TurboEsm(model, code, max_length=64) as t:
+        t.prefill(ids, mask)
+        assert t.report()["nbytes"] == 2 * 64 * wide + 2 * 8
     with TurboEsm(model, code) as t:
         t.prefill(ids, mask)
         assert t.report()["tables_nbytes"] == code.tables_nbytes
@@ -419,8 +422,9 @@ def test_exact_marginals(model):
 
 
 def test_one_pass_over_a_protein(model, code):
-    """A batch in parts gives what a whole one gives; scores of variants are differences; on a
-    code the table is what `reread` gives. (Chapter 27: against forward passes.)"""
+    """A batch in parts gives what a whole one gives, token by masked token what a loop gives;
+    scores of variants are differences; on a code the table is what `reread` gives. (Chapter 27:
+    against forward passes.)"""
     a, b = proteins(2, 20, 30, seed=7)
     b = b[:17]
     other = lambda i, new: f"{a[i - 1]}{i}{new if a[i - 1] != new else 'A'}"
@@ -434,6 +438,14 @@ def test_one_pass_over_a_protein(model, code):
         assert pseudo_log_likelihood(t, []).shape == (0,)
         mean = (-both[1:2] / len(b)).exp()
         torch.testing.assert_close(pseudo_perplexity(t, [b]), mean)
+        slow = float(pseudo_log_likelihood(t, [b], "masked"))
+    (ids, _), loop = tokens([b]), 0.0
+    for i in range(1, len(b) + 1):
+        hidden = ids.clone()
+        hidden[0, i] = MASK
+        with torch.no_grad():
+            loop += float(model(hidden).logits[0, i].double().log_softmax(-1)[ids[0, i]])
+    assert slow == pytest.approx(loop, abs=1e-3)
     assert torch.allclose(small, both, rtol=1e-4)
     assert change == pytest.approx(float(after - before), abs=2e-3)
     with TurboEsm(model, code) as t:

@@ -714,6 +714,11 @@ def test_set_padding_refuses():
         with refuses("2 sequences.* 3"):
             model(prompt(3, 5)["input_ids"], past_key_values=other)
     assert other.get_seq_length() == 0 and not other.layers[0].is_initialized
+    inputs, fresh = prompt(2, 5), TurboQuantCache(model)
+    wide = inputs["attention_mask"].repeat(2, 1)
+    with refuses(r"attention_mask must be \[2, 5\].* got \[4, 5\]"):
+        model(inputs["input_ids"], attention_mask=wide, past_key_values=fresh)
+    assert fresh.get_seq_length() == 0
 
 
 def test_right_padding():
