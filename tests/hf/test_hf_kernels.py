@@ -19,8 +19,8 @@ from tests.helpers import (
     covering_pairs,
     exact_recipe,
     generate,
-    logits,
     host_calls,
+    logits,
     prompt,
     refuses,
     seeded,
@@ -174,7 +174,7 @@ def test_demanding_kernels_raises_before_anything_is_stored():
     model.set_attn_implementation("turboquant")
     cache = kernel_cache(model, Recipe(Spec(2.5), Spec(3)))
     with refuses("'triton' cannot serve this store: .*bits must be one integer"):
-        logits(model, **prompt(1, 5, padded=False), past_key_values=cache)
+        logits(model, texts(1, 5), past_key_values=cache)
     assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
 
 
