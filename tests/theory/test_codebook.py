@@ -127,6 +127,21 @@ def test_samples_of_next_to_no_weight_are_left_out():
     assert x.tolist() == [1.0, 3.0] and w.sum() == 1 and w[1] == pytest.approx(1e-11)
 
 
+def test_rates_and_distortions_by_hand():
+    """R(1/4) is 1 bit, R(1) is 0; Panter and Dite for the Gaussian, (∫ f^(1/3))^3 / 12 with ∫
+    f^(1/3) = (2π)^(1/3) √3."""
+    assert [codebook.shannon_rate(x) for x in (1.0, 0.25, 1 / 64)] == [0, 1, 3]
+    for bits in (1, 4):
+        assert codebook.high_rate_mse(bits) == pytest.approx(
+            2 * math.pi * 3**1.5 / 12 / 4**bits, rel=1e-12
+        )
+    for d in (3, 16, 128):  # d = 3: a coordinate is uniform on ±√3, where the formula is exact
+        for bits in (6, 8):
+            near = 1e-9 if d == 3 else 0.05
+            want = 4.0**-bits if d == 3 else lloyd_max(bits, d).mse
+            assert codebook.high_rate_mse(bits, d) == pytest.approx(want, rel=near)
+
+
 def test_the_worst_cell_is_split_at_its_mean():
     """Not the farthest from 0, and not the widest: that of the largest squared error; an empty
     cell is dropped first."""
