@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,19 @@ from turboquant_nb.theory.transforms import HeadTransform, register_transform
 SLOW = bool(
     os.environ.get("TURBOQUANT_SLOW")
 )  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
+
+ONE_THREAD = pytest.mark.usefixtures("one_thread")
+QUIETLY = [ONE_THREAD, pytest.mark.filterwarnings("ignore")]
+
+
+def refuses(why, kind=ValueError):
+    "What follows is refused in words that match `why`."
+    return pytest.raises(kind, match=why)
+
+
+def seeded(seed=0):
+    "A generator that begins with this seed."
+    return torch.Generator().manual_seed(seed)
 
 
 def covering_pairs(one, other):
@@ -79,6 +93,32 @@ class Calls(TorchDispatchMode):
             and func._overloadname != "dtype_layout"
         )
         return func(*args, **(kwargs or {}))
+
+
+class Launches(TorchDispatchMode):
+    "Names of what is computed or copied."
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [] if func.is_view else [func.overloadpacket.__name__]
+        return func(*args, **(kwargs or {}))
+
+
+class Largest(TorchDispatchMode):
+    "The largest tensor that torch makes, in bytes."
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
+        return out
 
 
 class FoundOnce:
@@ -389,7 +429,7 @@ def tiny(name="llama", seed=0, **changes):
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager"
         ).eval()
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         with torch.no_grad():
             for p in model.parameters():
                 if p.ndim > 1:
@@ -418,7 +458,7 @@ def fused(model):
 
 
 def prompt(batch=3, length=30, seed=0, padded=True):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     ids = torch.randint(2, VOCAB, (batch, length), generator=g)
     mask = torch.ones_like(ids)
     if padded:
@@ -496,7 +536,7 @@ def made(name):
 
     if name not in _found:
         model = tiny(name, seed=5, **MODELS[name])
-        g = torch.Generator().manual_seed(6)
+        g = seeded(6)
         with torch.no_grad():
             for n, p in model.named_parameters():
                 if any(x in n for x in ("k_proj.bias", "q_norm", "k_norm")):
@@ -513,6 +553,11 @@ def texts(n=2, length=40, seed=0):
     return prompt(n, length, seed, padded=False)["input_ids"]
 
 
+def longer(mask, n):
+    "An attention mask after n tokens more."
+    return torch.nn.functional.pad(mask, (0, n), value=1)
+
+
 def logits(model, ids, **kwargs):
     with torch.no_grad():
         return model(ids, **kwargs).logits
@@ -520,7 +565,7 @@ def logits(model, ids, **kwargs):
 
 def random_transform(heads, d):
     "Matrices that are no rotations, other ones for each head."
-    g = torch.Generator().manual_seed(heads * 1000 + d)
+    g = seeded(heads * 1000 + d)
     u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=g))[0]
     return register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v))
 
@@ -528,7 +573,7 @@ def random_transform(heads, d):
 def random_frame(heads, d, rotary=0, seed=0):
     """A layer's frame that says something of every channel: means (the one before RoPE where
     channels rotate), and a pair scale, alike in both channels of a RoPE pair."""
-    g = torch.Generator().manual_seed(1000 * seed + 10 * heads + d)
+    g = seeded(1000 * seed + 10 * heads + d)
     mean, fixed = 2 * torch.randn(2, heads, d, generator=g)
     pair, half = (torch.randn(heads, d, generator=g) / 2).exp2(), rotary // 2
     pair[:, half:rotary] = pair[:, :half]
@@ -586,7 +631,7 @@ def attended_store(
 ):
     "A query, a store with T tokens, and the last m of them exact."
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
     spec = dict(scale=scale, scale_dtype=scale_dtype, codebook=table)

@@ -7,27 +7,34 @@ import torch
 
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.decay import DecayStore
-from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.cache.disk import state_of
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, expected_nbytes, tail_with
 from turboquant_nb.testing import same
-from tests.helpers import random_frame, recording
+from tests.helpers import ONE_THREAD, random_frame, recording, refuses, seeded
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 # ---------------------------------------------------------------- the store
 
 
 def states(n, seed=0):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     return [torch.randn(2, 2, n, 8, generator=g) for _ in "kv"]
+
+
+def small(recipe=None, fixed=None, **more):
+    """A store of two rows, two heads and 8 channels, in tiles of 8 tokens; where the device
+    counts, with room for so many."""
+    size = {} if fixed is None else dict(max_length=fixed, static=True)
+    return KVStore(recipe or Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, **size, **more)
 
 
 def test_freed_tiles_of_a_bounded_store_stay_allocated():
     "With max_length its tensors have one size for ever: what is freed in front is room behind."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64)
+    store = small(max_length=64)
     store.append(*states(40))
     before, want = store.capacity, [x[:, :, 16:] for x in store.read()]
     store.evict(20)
@@ -42,7 +49,7 @@ def test_freed_tiles_of_a_bounded_store_stay_allocated():
 
 def test_a_crop_takes_the_ends_of_rows_along():
     "An end beyond what is left would hide nothing now and show too much later."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
+    store = small()
     store.append(*states(40))
     store.set_range(end=torch.tensor([38, 20]))
     store.crop(10)
@@ -53,7 +60,7 @@ def test_a_crop_takes_the_ends_of_rows_along():
 def test_any_part_of_a_store_is_read_as_the_whole_is(start):
     "Exact tokens at the ends of the part, inside it and beside it."
     recipe = Recipe(Spec(3, center="fixed", pair_scale="frame"), sinks=2, recent=5)
-    store = KVStore(recipe, 2, 2, 8, tile=8, frame=random_frame(2, 8))
+    store = small(recipe, frame=random_frame(2, 8))
     store.set_range(start=torch.tensor(start))
     store.append(*states(21))
     whole = store.read()
@@ -74,7 +81,7 @@ def test_what_is_left_of_a_tail_ends_with_the_store(recent, crop, static):
     recipe = Recipe(sinks=1, recent=recent)
     more = dict(max_length=64, static=True) if static else {}
     store, bare = (KVStore(recipe, 2, 2, 8, 12, tile=8, **more) for _ in range(2))
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     k, v = torch.randn(2, 2, 33, 8, generator=g), torch.randn(2, 2, 33, 12, generator=g)
     for s in (store, bare):
         s.append(k[:, :, :30], v[:, :, :30])
@@ -101,7 +108,7 @@ def test_codes_outside_an_embedded_table_are_refused():
     store = DecayStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=8), 1, 1, 8, tile=8)
     code, symbols = store.older.key.q.code, torch.tensor([[3] * 8], dtype=torch.uint8)
     assert code.levels(symbols, check_range=True).isfinite().all()
-    with pytest.raises(ValueError, match=r"codes must lie in 0\.\.3, got 4"):
+    with refuses(r"codes must lie in 0\.\.3, got 4"):
         code.levels(symbols + 1, check_range=True)
 
 
@@ -112,7 +119,7 @@ def test_a_range_is_checked_entry_by_entry_and_is_the_stores_own():
     assert store.ranges.starts == (0, 0, 0) and KVStore(Recipe(), 1, 1, 8).ranges.starts == (0,)
     store.append(*(torch.randn(3, 1, 9, 8) for _ in "kv"))
     for bad in ([0, 3, 10], [10, 0, 3], [-1, 3, 9]):
-        with pytest.raises(ValueError, match="end must be from 0 to 9"):
+        with refuses("end must be from 0 to 9"):
             store.set_range(end=torch.tensor(bad))
     for mine, want in ((torch.tensor([9, 3, 0]), [9, 3, 0]), (torch.tensor([4]), [4, 4, 4])):
         store.set_range(end=mine)
@@ -125,7 +132,7 @@ def test_a_range_is_checked_entry_by_entry_and_is_the_stores_own():
 def test_an_empty_store_has_no_tile():
     "What grows begins with nothing, what has a length with all of it."
     for limit, tiles in ((None, 0), (1, 1), (8, 1), (9, 2)):
-        store = KVStore(Recipe(), 2, 2, 8, tile=8, max_length=limit)
+        store = small(Recipe(), max_length=limit)
         assert (
             store.key.memory.tiles == store.value.memory.tiles == tiles
             and store.capacity == 8 * tiles
@@ -135,7 +142,7 @@ def test_an_empty_store_has_no_tile():
 def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
     from turboquant_nb.cache import memory as module
 
-    store, seen, unpack = KVStore(Recipe(), 2, 2, 8, tile=8), [], module.unpack
+    store, seen, unpack = small(Recipe()), [], module.unpack
     store.append(*states(80))
     monkeypatch.setattr(
         module,
@@ -151,7 +158,7 @@ def test_only_the_tiles_that_tokens_lie_in_are_unpacked(monkeypatch):
 def test_the_counter_among_the_flags_is_no_flag():
     """Five are raised, the sixth number counts for kernels: `sync` says nothing of it, and
     nothing of ours raises it."""
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=16, static=True)
+    store = small(fixed=16)
     store.append(*states(10))
     store.flags[5] = 4
     assert store.sync() == 10 and store.flags.tolist() == [0, 0, 0, 0, 0, 4]
@@ -169,27 +176,11 @@ def test_a_store_that_lost_all_has_no_old_tokens():
         assert store.older.length == left and store.nbytes == expected_nbytes(store)
 
 
-@pytest.mark.parametrize(
-    "tensor, field, why",
-    (("start", "", "start must be .* nothing"), ("", "d", "the file must hold 'd', got")),
-)
-def test_tensors_without_their_start_or_header_are_no_store(tensor, field, why):
-    store = KVStore(Recipe(), 2, 2, 8)
-    store.append(*states(9))
-    held, header = state_of(store)
-    held.pop(tensor, None), header.pop(field, None)
-    with pytest.raises(ValueError, match=why):
-        store_of(held, header)
-
-
 @pytest.mark.parametrize("parts", ((16,), (10, 6), (15, 1)))
 def test_a_static_store_takes_what_fits_to_the_last_token(parts):
     "By number and by position, at once and in parts; one token more is refused or noted."
     recipe = Recipe(sinks=1, recent=4)
-    one, two = (
-        KVStore(recipe, 2, 2, 8, tile=8, max_length=16, static=True, frame=random_frame(2, 8))
-        for _ in range(2)
-    )
+    one, two = (small(recipe, 16, frame=random_frame(2, 8)) for _ in range(2))
     k, v = states(16)
     for a, b in zip(k.split(parts, 2), v.split(parts, 2)):
         one.append(a, b)
@@ -200,11 +191,11 @@ def test_a_static_store_takes_what_fits_to_the_last_token(parts):
         same(a.codes, b.codes)
         same(a.scale, b.scale)
         assert b.scale.isfinite().all()
-    with pytest.raises(ValueError, match="cannot append 1 tokens to 16"):
+    with refuses("cannot append 1 tokens to 16"):
         one.append(k[:, :, :1], v[:, :, :1])
     unsynced(two, (k[:, :, :1], v[:, :, :1]))
     assert two.key.exact.recent.isnan().all((0, 1, 3)).tolist() == [False] * 3 + [True]
-    with pytest.raises(ValueError, match="more tokens than max_length"):
+    with refuses("more tokens than max_length"):
         two.sync()
 
 
@@ -221,7 +212,7 @@ ASKING = dict(
 @pytest.mark.parametrize("what", ASKING)
 def test_a_static_store_is_asked_after_the_device(what):
     "Whatever is done with it, tokens that a recorded step appended count."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store = small(fixed=64)
     store.append(*states(20))
     unsynced(store, states(3, 1))
     assert store.length == 20 and ASKING[what](store) == 23
@@ -230,7 +221,7 @@ def test_a_static_store_is_asked_after_the_device(what):
 def test_a_store_grows_by_an_eighth():
     "Nine tiles and one token more: eleven; one and one: two; many at once: what they need."
     for have, more, want in ((9, 1, 11), (1, 1, 2), (16, 1, 18), (2, 80, 12)):
-        store = KVStore(Recipe(), 2, 2, 8, tile=8)
+        store = small(Recipe())
         store.append(*states(8 * have))
         assert store.key.memory.tiles == have
         store.append(*states(more))
@@ -242,7 +233,7 @@ def test_a_static_store_that_went_back_is_as_one_that_never_was_ahead(d):
     "Codes are written over others, whose bits must go; back at 0 the frame stays."
     recipe = Recipe(Spec(3, center="fixed", pair_scale="frame"), Spec(2), sinks=1, recent=4)
     frame = random_frame(2, d)
-    g = torch.Generator().manual_seed(2)
+    g = seeded(2)
     draw = lambda n: [torch.randn(2, 2, n, d, generator=g) + 3 for _ in "kv"]
     first, other, then = draw(11), draw(9), draw(2)
     store, bare = (
@@ -281,7 +272,7 @@ def by_position(store, states):
 def test_what_is_freed_in_front_is_not_asked_for_behind():
     """After an eviction a store holds the tiles that its tokens need, and grows by an eighth at
     most."""
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8)
+    store = small()
     store.append(*states(160))
     store.evict(152)
     assert store.offset == 152 and store.key.memory.tiles == 1
@@ -293,10 +284,10 @@ def test_what_is_freed_in_front_is_not_asked_for_behind():
 
 def test_a_static_store_shows_what_it_holds_and_no_more():
     "Outside a recording the host knows the length: `coded` ends there, not at max_length."
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store = small(fixed=64)
     store.append(*states(20))
     store.coded("key", 0, 20)
-    with pytest.raises(ValueError, match=r"positions must lie in \[0, 20\], got \[0, 21\)"):
+    with refuses(r"positions must lie in \[0, 20\], got \[0, 21\)"):
         store.coded("key", 0, 21)
     assert store.length == 20 and store.clock.exact_from(store) == 16
 
@@ -305,7 +296,7 @@ def test_a_start_may_lie_as_far_as_positions_go():
     "Before any token 2^31, a position being an int32; afterwards the length."
     store = KVStore(Recipe(), 2, 2, 8)
     store.set_range(start=2**31)
-    with pytest.raises(ValueError, match=f"start must be from 0 to {2**31}, got"):
+    with refuses(f"start must be from 0 to {2**31}, got"):
         store.set_range(start=2**31 + 1)
 
 
@@ -313,7 +304,7 @@ def test_a_tail_where_the_device_counts():
     """Recorded as eager: positions and states are those of the last `recent` tokens and the
     chunk."""
 
-    store = KVStore(Recipe(sinks=1, recent=4), 2, 2, 8, tile=8, max_length=64, static=True)
+    store = small(fixed=64)
     store.append(*states(21))
     want = tail_with(store, *states(3, 1))
     with recording():
@@ -330,10 +321,7 @@ def test_a_tail_where_the_device_counts():
 def test_a_ring_with_a_gap_is_filled_from_the_tail(n):
     """After a deep crop the ring holds less than it could; a tail then begins late, and gives
     back what it has."""
-    store, recipe = (
-        KVStore(Recipe(sinks=0, recent=4), 2, 2, 8, tile=8),
-        Recipe(sinks=0, recent=4),
-    )
+    store, recipe = (small(Recipe(sinks=0, recent=4)), Recipe(sinks=0, recent=4))
     k, v = states(23)
     store.append(k[:, :, :20], v[:, :, :20])
     store.crop(2)
@@ -368,8 +356,8 @@ def test_attention_where_the_device_counts_the_tokens(center, recent):
         Recipe(Spec(3, center=center, pair_scale="frame"), Spec(2), sinks=2, recent=4),
         0.5 ** torch.arange(1.0, 5.0),
     )
-    more = dict(static=True, inv_freq=freq, frame=random_frame(2, 8, 8))
-    store = KVStore(recipe, 2, 2, 8, tile=8, max_length=64, **more)
+    more = dict(inv_freq=freq, frame=random_frame(2, 8, 8))
+    store = small(recipe, 64, **more)
     k, v = states(40)
     store.set_range(start=torch.tensor([0, 5]))
     store.append(k[:, :, :37], v[:, :, :37])
@@ -377,7 +365,7 @@ def test_attention_where_the_device_counts_the_tokens(center, recent):
     store.append(k[:, :, 37:], v[:, :, 37:])
     for side in store.parts:  # what lies beyond the length may be anything
         side.tensors["scale"].flatten(2)[:, :, 40:] = math.nan
-    q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1))
+    q = torch.randn(2, 4, 3, 8, generator=seeded(1))
     chunk = (tail.key, tail.value) if recent else (k[:, :, 37:], v[:, :, 37:])
     for given in (chunk,) if recent else (chunk, (None, None)):
         for more in (dict(), dict(sliding_window=9), dict(block=16), dict(softcap=2.0)):
@@ -394,7 +382,7 @@ def test_a_first_position_at_the_end_sees_nothing():
     store.append(*states(9))
     out, lse = attend(torch.ones(2, 2, 1, 8), store, first=9)
     assert (out == 0).all() and (lse == -math.inf).all()
-    with pytest.raises(ValueError, match="first must be from 0 to 9, got 10"):
+    with refuses("first must be from 0 to 9, got 10"):
         attend(torch.ones(2, 2, 1, 8), store, first=10)
 
 
@@ -405,11 +393,11 @@ def test_a_scale_that_does_not_fit_is_nan_until_it_is_said():
     """Not infinite and not the largest: who waits for nobody must give an attention that shows
     the loss."""
     store = KVStore(Recipe(sinks=0, recent=0), 1, 1, 32, max_length=8, static=True)
-    x = torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 1, 5, 32, generator=seeded())
     large = x.clone()
     large[:, :, 2] = 3e6
     unsynced(store, (large, x))
     scale = store.key.tensors["scale"].flatten()[:5]
     assert scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all()
-    with pytest.raises(ValueError, match="keys that were too large; attention to such tokens"):
+    with refuses("keys that were too large; attention to such tokens"):
         store.sync()

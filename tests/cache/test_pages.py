@@ -19,7 +19,7 @@ from turboquant_nb.cache.pages import (
 )
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 
-from tests.helpers import SLOW, RecentBlocks, random_history
+from tests.helpers import SLOW, RecentBlocks, random_history, refuses
 
 
 def pool(c, blocks, heads, gen, pad=48):
@@ -39,7 +39,7 @@ def test_states_of_another_shape_write_nothing(name, gen):
     tokens, heads, d = sizes[name]
     for shape in ((tokens, 1, d), (tokens, heads, d + 16), (tokens - 1, heads, d)):
         given = {n: torch.randn(s, generator=gen) for n, s in (sizes | {name: shape}).items()}
-        with pytest.raises(ValueError, match=f"^{name} must have shape"):
+        with refuses(f"^{name} must have shape"):
             append_slots(
                 cache, CellCodes(key, value, c, None), *given.values(), torch.arange(5)
             )
@@ -89,12 +89,12 @@ def test_refused():
         if why is None:
             c.check(bad)  # heads and blocks may lie in any order
             continue
-        with pytest.raises((TypeError, ValueError), match=why):
+        with refuses(why, (TypeError, ValueError)):
             c.check(bad)
-    with pytest.raises(ValueError, match="slots must be below 64, got 64"):
+    with refuses("slots must be below 64, got 64"):
         k, v = torch.zeros(1, 1, 2), torch.zeros(1, 1, 3)
         store_recent(torch.zeros(16, 1, 4, 5), k, v, torch.tensor([64]))
-    with pytest.raises(ValueError, match="k and v must be given together"):
+    with refuses("k and v must be given together"):
         q = Quantizer(Spec(3), 64)
         attend_cells(
             torch.zeros(1, 2, 64),

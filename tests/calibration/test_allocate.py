@@ -9,7 +9,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import generate, logits, made, prompt, texts, tiny
+from tests.helpers import QUIETLY, generate, logits, made, prompt, refuses, texts, tiny
 from turboquant_nb.calibration import sensitivity as A, fit as C
 from turboquant_nb.calibration.sensitivity import measure_sensitivity
 from turboquant_nb.quant.calibration import allocate_layers, save_calibration
@@ -20,7 +20,7 @@ from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_a_layer_that_does_not_matter_gets_no_bits():
 def test_what_is_refused():
     model, calibration = made("llama")
     found = measure_sensitivity(model, texts(1, 32), bits=(2, 4))
-    with pytest.raises(ValueError, match="from 2 to 4"):
+    with refuses("from 2 to 4"):
         TurboQuantCache(model, calibration=found, budget=math.nan)
-    with pytest.raises(ValueError, match="is of another model"):
+    with refuses("is of another model"):
         TurboQuantCache(tiny("qwen2"), calibration=found, budget=3)
-    with pytest.raises(ValueError, match="is of another model"):
+    with refuses("is of another model"):
         measure_sensitivity(tiny("qwen2"), texts(), calibration)
     broken = copy.deepcopy(tiny("llama", seed=3))
     with torch.no_grad():
         broken.lm_head.weight[0, 0] = math.inf
-    with pytest.raises(ValueError, match="is not finite where key of layer 0"):
+    with refuses("is not finite where key of layer 0"):
         measure_sensitivity(broken, texts())
     assert broken.config._attn_implementation != C.NAME
 

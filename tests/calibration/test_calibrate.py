@@ -1,17 +1,28 @@
-"""Head transforms and calibrations as a stranger would try them: every kind of decoder, files
-in a fresh process, the hub without a network, and what is refused."""
+"""Head transforms and calibrations as a stranger would try them: every kind of decoder, files,
+the hub without a network, and what is refused."""
 
 import copy
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import BASE, generate, logits, made, prompt, random_frame, texts, three, tiny
+from tests.helpers import (
+    BASE,
+    QUIETLY,
+    generate,
+    logits,
+    longer,
+    made,
+    prompt,
+    random_frame,
+    refuses,
+    seeded,
+    texts,
+    three,
+    tiny,
+)
 from turboquant_nb.calibration import fit as C
 from turboquant_nb.theory import transforms as M
 from turboquant_nb.calibration.fit import calibrate, collect
@@ -21,11 +32,13 @@ from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe
 from turboquant_nb.cache.store import KVStore
-from turboquant_nb.cache.disk import state_of
-from turboquant_nb.files import write_file
+from turboquant_nb.cache import memory
+from turboquant_nb.cache.disk import state_of, store_of
+from turboquant_nb.files import read_file, write_file
+from huggingface_hub import constants
 from turboquant_nb.testing import same
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 def metric(transform):
@@ -42,45 +55,31 @@ def test_the_pass_sees_what_a_cache_codes_and_changes_nothing(name, monkeypatch)
     """Every layer; keys as the cache of this model centres them; the same model afterwards, bit
     for bit."""
     model, _ = made(name)
-    ids, attention, heads = (
-        texts(2, 40),
-        model.config._attn_implementation,
-        BASE["num_key_value_heads"] if name not in ("stablelm", "gpt_neox") else None,
-    )
+    ids, attention = texts(2, 40), model.config._attn_implementation
     before, queries, exact = logits(model, ids), [], C.exact_attention
-    keep = lambda call: (queries.append(call.query), exact(call))[1]
+    keep = lambda call: queries.append(call.query) or exact(call)
     monkeypatch.setattr(C, "exact_attention", keep)
     frame = find_frame(model, ids)
     rounded = [replace(x, mean=x.mean.bfloat16().float()) for x in frame.frames]
     frame = replace(frame, frames=tuple(rounded))  # as a cache holds it
     seen = collect(model, ids, frame=frame)
-    assert model.config._attn_implementation == attention and not any(
-        m.training for m in model.modules()
-    )
+    assert model.config._attn_implementation == attention
+    assert not any(m.training for m in model.modules())
     same(logits(model, ids), before)
-    layers = model.config.num_hidden_layers
-    assert (
-        seen.layers("key") == seen.layers("query") == list(range(layers))
-        and seen.tokens == 2 * 36
-    )
+    layers = [*range(model.config.num_hidden_layers)]
+    assert seen.layers("key") == seen.layers("query") == layers and seen.tokens == 2 * 36
     recipe = Recipe(Spec(center="auto"), recent=64)  # the window holds all keys as they are
     cache = TurboQuantCache(model, recipe, frame=frame)
     assert {x.recipe.key.center for x in cache.layers} == {"pre_rope"}
     logits(model, ids, past_key_values=cache)
-    queries = [
-        q for q in queries if q.shape[2] == 40
-    ]  # the first token is asked alone what a cache would hold
+    # the first token is asked alone what a cache would hold
+    queries = [q for q in queries if q.shape[2] == 40]
     for i, layer in enumerate(cache.layers):
-        x = (layer.store.read()[0] - layer.store.center("key", 0, 40).float())[
-            :, :, 4:
-        ].double()
-        want = torch.einsum("bhnd,bhne->hde", x, x)
-        assert (seen.second["key", i] - want).norm() < 1e-4 * want.norm() and (
-            heads is None or len(want) == heads
-        )
-        q = queries[i][:, :, 4:].double().reshape(2, len(want), -1, want.shape[-1])
-        want = torch.einsum("bhnd,bhne->hde", q, q)
-        assert (seen.second["query", i] - want).norm() < 1e-4 * want.norm()
+        k = layer.store.read()[0] - layer.store.center("key", 0, 40).float()
+        q = queries[i][:, :, 4:].reshape(2, k.shape[1], -1, k.shape[3])
+        for kind, x in (("key", k[:, :, 4:]), ("query", q)):
+            want = torch.einsum("bhnd,bhne->hde", x.double(), x.double())
+            assert (seen.second[kind, i] - want).norm() < 1e-4 * want.norm()
 
 
 @pytest.mark.parametrize("where", ["progress", "layer", "first token"])
@@ -142,9 +141,7 @@ def test_a_model_with_eyes_keeps_the_attention_of_each_part():
 
 def test_latents_are_refused_before_reading():
     latents = tiny("deepseek_v3")
-    with pytest.raises(
-        ValueError, match="deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"
-    ):
+    with refuses("deepseek_v3 caches .* a token in layer 0 and attends to 4 x 12"):
         calibrate(latents, texts(), progress=lambda: pytest.fail("it began to read"))
     assert latents.config._attn_implementation != C.NAME
 
@@ -164,13 +161,10 @@ def test_what_shows_no_keys_is_refused_before_reading():
         )
     )
     if not gptj._can_set_attn_implementation():
-        with pytest.raises(
-            ValueError,
-            match=r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]",
-        ):
+        with refuses(r"gptj does not show its keys: the pass saw layers \[\] of \[0, 1\]"):
             calibrate(gptj, texts(), progress=lambda: pytest.fail("it began to read"))
     for bad in (3, None, torch.nn.Linear(2, 2)):
-        with pytest.raises(TypeError, match="must be a transformers model"):
+        with refuses("must be a transformers model", TypeError):
             calibrate(bad, texts())
 
 
@@ -229,27 +223,21 @@ def test_maps_are_counted_once():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "gpt_neox"])
 def test_every_attention_gives_the_same_tokens(name):
-    "Left-padded, greedy; then a crop, a long chunk and a copy."
+    "Left-padded, greedy; then a long chunk and a step."
     (model, found), inputs = made(name), prompt()
-    mask, attentions = inputs["attention_mask"], three(model)[-2:]
-    results, ends = [], []
-    for attention in attentions:
+    mask, results, ends = inputs["attention_mask"], [], []
+    full = longer(mask, 41)
+    for attention in three(model)[-2:]:
         cache = with_transforms(model, found, mask=mask)
         results.append(generate(model, inputs, attention, cache=cache)[0])
         for x, m in zip(cache.coded_layers, found.transforms, strict=True):
             assert x.store.key.q.rotation.name == m.name
         cache = with_transforms(model, found, "k3v3", mask)
-        full = torch.cat([mask, torch.ones(3, 41, dtype=torch.long)], 1)
-        logits(model, inputs["input_ids"], attention_mask=mask, past_key_values=cache)
-        more = dict(ids=texts(3, 40, 4), attention_mask=full[:, :70])
-        first = logits(model, past_key_values=cache, **more)
-        cache.crop(-40)
-        twin = copy.deepcopy(cache)
-        again = logits(model, past_key_values=twin, **more)
-        assert torch.allclose(again, first, atol=1e-4 * float(first.abs().max()))
-        assert (cache.get_seq_length(), twin.get_seq_length()) == (30, 70)
-        ends.append(logits(model, texts(3, 1, 5), attention_mask=full, past_key_values=twin))
-    calls = twin.coded_layers[-1].calls
+        for ids in (inputs["input_ids"], texts(3, 40, 4), texts(3, 1, 5)):
+            seen = full[:, : cache.get_seq_length() + ids.shape[1]]
+            said = logits(model, ids, attention_mask=seen, past_key_values=cache)
+        ends.append(said)
+    calls = cache.coded_layers[-1].calls
     assert calls["codes"] and (name == "gemma2" or calls["chunk"])
     assert torch.equal(*results)
     assert torch.allclose(*ends, atol=2e-4 * float(ends[0].abs().max()))
@@ -265,7 +253,7 @@ def test_recipes_and_what_a_calibration_refuses():
     assert plain == [r.settled(x) for r, x in zip(want, found.frames)]
     assert {r.key.center for r in got} == {"pre_rope", "none"}  # the second asked for none
     assert Recipe.from_json(got[0].to_json()) == got[0] != got[1]
-    with pytest.raises(ValueError, match="QJL"):
+    with refuses("QJL"):
         TurboQuantCache(model, Recipe(residual="prod"), calibration=found)
 
 
@@ -294,7 +282,7 @@ def test_the_pair_scale_of_a_frame():
 
 def test_ids_that_are_no_windows():
     (model, _), ids = made("llama"), texts()
-    with pytest.raises(ValueError, match="batch must be an integer of at least"):
+    with refuses("batch must be an integer of at least"):
         collect(model, ids, batch=0)
     with pytest.raises(IndexError):
         collect(model, ids + 1000)
@@ -331,7 +319,7 @@ def test_states_that_are_not_finite(bad):
     model = copy.deepcopy(made("llama")[0])
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0] = bad
-    with pytest.raises(ValueError, match="must be finite"):
+    with refuses("must be finite"):
         calibrate(model, texts())
 
 
@@ -353,54 +341,16 @@ def test_calibrations_come_back_and_others_do_not(tmp_path):
         assert all(torch.equal(x, other.tensors[name]) for name, x in one.tensors.items())
     assert found.frames[0].mean.shape == (2, 8)
     write_file(bad, {"x": torch.ones(1)}, {}, "turboquant-nb small 1")
-    with pytest.raises(ValueError, match="must have format 'turboquant-nb calibration 3'"):
+    with refuses("must have format 'turboquant-nb calibration 3'"):
         load_calibration(bad)
-    with pytest.raises(FileNotFoundError, match="is neither a file nor found on the hub"):
+    with refuses("is neither a file nor found on the hub", FileNotFoundError):
         load_calibration(tmp_path)
-
-
-FRESH = """
-import torch
-torch.set_num_threads(1)
-from pathlib import Path
-from turboquant_nb.cache import memory, store
-from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.files import read_file
-from turboquant_nb.theory import transforms
-from turboquant_nb.quant.calibration import load_calibration
-from turboquant_nb.hf import TurboQuantCache
-
-here, out = Path("."), {}
-config = torch.load("config", weights_only=False)
-for file in sorted(here.glob("*.saved")):
-    transforms._registered.clear()  # of the file before
-    memory.shared_quantizer.cache_clear(), memory._coder.cache_clear()
-    cache = file.name.startswith("cache")
-    got = TurboQuantCache.load(file, config) if cache else store_of(*read_file(file, "store", "store"))
-    for x in [layer.store for layer in got.layers] if cache else [got]:
-        k, v = (torch.linspace(-3, 2, x.batch * x.heads * 5 * s.q.d).sin().view(x.batch, x.heads, 5, -1).to(x.dtype) for s in (x.key, x.value))
-        x.append(k, v)
-    out[file.name] = [t for x in (got.layers if cache else [got]) for t in (*(x.store if cache else x).read(), *state_of(x.store if cache else x)[0].values())]
-transforms._registered.clear()
-memory.shared_quantizer.cache_clear()
-try:
-    store.KVStore(got.recipe, 1, 2, 16)
-except ValueError as e:
-    out["unknown"] = str(e)
-out["hub"] = TurboQuantCache(config, calibration="some-one/has-transforms").recipe[0].key.rotation
-for name in ("some-one/else", "nothing-at-all", "./no/such/file.safetensors"):
-    try:
-        load_calibration(name)
-    except FileNotFoundError as e:
-        out[name] = str(e)
-torch.save(out, "out")
-"""
 
 
 def filled(n=360, heads=2, d=16):
     """A store whose keys have a head transform and a mean before RoPE: two rows, one of them
     padded; a prompt, a chunk, single tokens. What attention to it gives: tests/kernels."""
-    g = torch.Generator().manual_seed(1)
+    g = seeded(1)
     queries, keys = (x @ x.mT for x in torch.randn(2, heads, d, 2 * d, generator=g).double())
     key = Spec(2, center="pre_rope", rotation=M.fit_head_transform(queries, keys).name)
     more = dict(inv_freq=0.1 ** torch.arange(3), frame=random_frame(heads, d, 6))
@@ -413,82 +363,51 @@ def filled(n=360, heads=2, d=16):
     return store
 
 
-def written(folder):
-    "Stores and caches with head transforms: {file: tensors}."
+def after(stores):
+    "What stores read and hold when five tokens more were coded."
+    out = []
+    for s in stores:
+        wave = lambda d, s=s: torch.linspace(-3, 2, s.batch * s.heads * 5 * d).sin()
+        new = (wave(x.q.d).view(s.batch, s.heads, 5, -1).to(s.dtype) for x in s.parts)
+        s.append(*new)
+        out += [*s.read(), *state_of(s)[0].values()]
+    return out
+
+
+def test_saved_states_bring_their_maps(tmp_path, monkeypatch):
+    """A store and a static cache, read where nobody knows of their maps, as in a process that
+    has files alone: every tensor, bit for bit, what they stand for, and what they code next."""
     model, found = made("llama")
-    inputs, out = prompt(2, 260, padded=False), {}
-    things = {"store": filled()}
     cache = with_transforms(model, found, "k4v3", max_length=280, static=True)
     how = dict(padding=False, disable_compile=True)
-    things["cache"] = generate(model, inputs, "turboquant", cache=cache, **how)[1]
-    for name, x in things.items():
-        stores = [layer.store for layer in x.layers] if isinstance(x, TurboQuantCache) else [x]
-        if isinstance(x, TurboQuantCache):
-            x.save(folder / f"{name}.saved")
-        else:
-            write_file(folder / f"{name}.saved", *state_of(x), "store")
-        for s in stores:  # in both processes five tokens more are coded
-            s.append(
-                *(
-                    torch.linspace(-3, 2, s.batch * s.heads * 5 * side.q.d)
-                    .sin()
-                    .view(s.batch, s.heads, 5, -1)
-                    .to(s.dtype)
-                    for side in (s.key, s.value)
-                )
-            )
-        out[f"{name}.saved"] = [
-            t.clone() for s in stores for t in (*s.read(), *state_of(s)[0].values())
-        ]
-    return model, found, out
+    generate(model, prompt(2, 260, padded=False), "turboquant", cache=cache, **how)
+    store = filled()
+    cache.save(tmp_path / "cache")
+    write_file(tmp_path / "store", *state_of(store), "store")
+    want = after([store, *(x.store for x in cache.layers)])
+    monkeypatch.setattr(M, "_registered", {})
+    memory.shared_quantizer.cache_clear(), memory._coder.cache_clear()
+    for recipe in (store.recipe, cache.recipes[0]):
+        with refuses("is not known here: load the calibration that it is of first"):
+            KVStore(recipe, 1, 2, 16)
+    again = store_of(*read_file(tmp_path / "store", "store", "store"))
+    back = TurboQuantCache.load(tmp_path / "cache", model.config)
+    got = after([again, *(x.store for x in back.layers)])
+    for a, b in zip(want, got, strict=True):
+        same(b, a.contiguous(), allow_empty=True)
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
-    "What a process sees that has only files and a hub's cache, and no network."
-    folder = tmp_path_factory.mktemp("fresh")
-    model, found, want = written(folder)
-    torch.save(model.config, folder / "config")
-    hub = folder / "hub" / "models--some-one--has-transforms"
-    (hub / "refs").mkdir(parents=True)
-    (hub / "refs" / "main").write_text("0123456789" * 4)
-    snapshot = hub / "snapshots" / ("0123456789" * 4)
-    snapshot.mkdir(parents=True)
-    save_calibration(found, snapshot / "calibration.safetensors")
-    env = os.environ | {
-        "HF_HOME": str(folder),
-        "HF_HUB_CACHE": str(folder / "hub"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return found, want, torch.load(folder / "out")
-
-
-def test_saved_states_bring_their_maps_into_a_fresh_process(fresh):
-    """A store and a static cache: every tensor, bit for bit, what they stand for, and what
-    they code next."""
-    _, want, got = fresh
-    assert len(want) == 2
-    for name, tensors in want.items():
-        assert len(tensors) == len(got[name])
-        for a, b in zip(tensors, got[name]):
-            same(b, a.contiguous(), allow_empty=True)
-    assert "is not known here: load the calibration that it is of first" in got["unknown"]
-
-
-def test_a_calibration_on_the_hub_without_a_network(fresh):
-    found, _, got = fresh
-    assert got["hub"] == found.transforms[0].name
+def test_a_calibration_on_the_hub_without_a_network(tmp_path, monkeypatch):
+    model, found = made("llama")
+    repository, commit = tmp_path / "models--some-one--has-transforms", "0123456789" * 4
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "snapshots" / commit).mkdir(parents=True)
+    save_calibration(found, repository / "snapshots" / commit / "calibration.safetensors")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cache = TurboQuantCache(model.config, calibration="some-one/has-transforms")
+    assert cache.recipe[0].key.rotation == found.transforms[0].name
     for name in ("some-one/else", "nothing-at-all", "./no/such/file.safetensors"):
-        assert got[name].startswith(f"{name} is neither a file nor found on the hub: "), got[
-            name
-        ]
+        with refuses(f"^{name} is neither a file nor found on the hub: ", FileNotFoundError):
+            load_calibration(name)

@@ -86,13 +86,14 @@ def plain(tmp_path_factory):
 @pytest.fixture
 def call(capsys):
     """Run a command line, further words as they are; (exit code, standard output, standard
-    error)."""
+    error). `call.json` gives what it prints as JSON."""
 
     def run(line, *more):
         code = cli.main([*line.split(), *map(str, more)])
         out = capsys.readouterr()
         return code, out.out, out.err
 
+    run.json = lambda *words: json.loads(run(*words)[1])
     return run
 
 

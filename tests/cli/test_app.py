@@ -15,10 +15,11 @@ from turboquant_nb import cli
 from turboquant_nb.cli import app as conventions
 from turboquant_nb.cli import generate as answers
 from turboquant_nb.quant.recipe import PRESETS
+from tests.helpers import ONE_THREAD
 
 from .conftest import PROGRAM, refused, shell
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def test_a_command_is_a_file(call, tmp_path, monkeypatch):

@@ -4,11 +4,12 @@ import json
 
 import pytest
 from transformers import LlamaConfig
+from tests.helpers import ONE_THREAD
 
 from .conftest import SIZE, refused
 from .test_output import SHORT
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 @pytest.mark.parametrize("more, maps", [("--no-maps", False), ("", True)])

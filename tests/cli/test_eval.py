@@ -8,10 +8,11 @@ import pytest
 from turboquant_nb import cli, results
 from turboquant_nb.evaluation import candidates
 from turboquant_nb.quant.recipe import preset
+from tests.helpers import ONE_THREAD
 
 from .test_output import SHORT
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 @pytest.mark.parametrize("measure", ["ppl", "logits", "attention"])

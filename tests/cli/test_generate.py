@@ -13,10 +13,11 @@ from transformers import LlamaForCausalLM
 from turboquant_nb.cli import generate as answers
 from turboquant_nb.evaluation.models import load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
+from tests.helpers import ONE_THREAD
 
 from .conftest import refused
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def test_generate_is_what_the_library_does(call, tiny):
@@ -82,7 +83,7 @@ def test_generate_sources_agree(call, tiny, tmp_path, monkeypatch):
 def test_generate_chat(call, tiny, plain):
     def tokens(line):
         ask = f"generate --max-new-tokens 1 --json --prompt Call --model {line}"
-        return json.loads(call(ask)[1])["prompt_tokens"]
+        return call.json(ask)["prompt_tokens"]
 
     assert tokens(tiny) == tokens(f"{tiny} --chat") == tokens(f"{tiny} --no-chat") + 2
     assert tokens(plain) == tokens(f"{plain} --no-chat")
@@ -91,7 +92,7 @@ def test_generate_chat(call, tiny, plain):
 def test_generate_samples_by_seed_and_leaves_the_generator_alone(call, tiny):
     def text(seed, more=""):
         ask = f"generate --model {tiny} --max-new-tokens 12 --json --sample --prompt Call"
-        return json.loads(call(f"{ask} --seed {seed} {more}")[1])["text"]
+        return call.json(f"{ask} --seed {seed} {more}")["text"]
 
     torch.manual_seed(5)
     want = torch.rand(1)
@@ -112,12 +113,10 @@ def test_generate_reads_the_prompt_in_chunks(call, tiny, monkeypatch):
         return keep(self, input_ids=input_ids, **kw)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    found = json.loads(
-        call(
-            f"generate --model {tiny} --max-new-tokens 6 --prefill-chunk 16 --recipe k2v2 "
-            "--recent 0 --json --quiet --prompt",
-            text,
-        )[1]
+    found = call.json(
+        f"generate --model {tiny} --max-new-tokens 6 --prefill-chunk 16 --recipe k2v2 "
+        "--recent 0 --json --quiet --prompt",
+        text,
     )
     n = found["prompt_tokens"]
     assert seen[: -(-n // 16)] == [16] * (n // 16) + [n % 16] * (n % 16 > 0) and set(

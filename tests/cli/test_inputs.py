@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from turboquant_nb.cli import app as inputs, eval
 from turboquant_nb.evaluation import candidates, models
 from turboquant_nb.quant.recipe import PRESETS, preset
+from tests.helpers import ONE_THREAD, refuses
 
 from .conftest import SIZE, refused
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def test_names_known_without_torch_are_those_of_the_package():
@@ -112,7 +113,7 @@ def test_a_mistyped_calibration_is_asked_for_once(call, monkeypatch):
 def test_a_recipe_per_layer(call, tiny):
     rows = [json.loads(preset(n).to_json()) for n in ("k4v4", "k2v2")]
     ask = f"generate --model {tiny} --prompt x --max-new-tokens 3 --json --quiet --recipe"
-    said = json.loads(call(ask, json.dumps(rows), "--recent", 5)[1])["cache"]["recipe"]
+    said = call.json(ask, json.dumps(rows), "--recent", 5)["cache"]["recipe"]
     assert [(r["key"]["bits"], r["recent"]) for r in map(json.loads, said)] == [(4, 5), (2, 5)]
     refused(call(ask, json.dumps(rows[:1])), "each of the 2 layers", "got a list of 1")
 
@@ -172,7 +173,7 @@ def test_a_gguf_file_that_is_damaged_says_so(tmp_path):
     broken = tmp_path / "broken.gguf"
     for bad in (b"GGUX" + whole[4:], whole[:3], whole[:40], whole[:700]):
         broken.write_bytes(bad)
-        with pytest.raises(ValueError, match="GGUF|damaged in its head"):
+        with refuses("GGUF|damaged in its head"):
             inputs.read_config(str(broken))
 
 

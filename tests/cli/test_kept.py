@@ -15,10 +15,11 @@ from turboquant_nb.cli import eval as evals
 from turboquant_nb.cli import generate as writes
 from turboquant_nb.cli.app import app
 from turboquant_nb.quant.calibration import load_calibration
+from tests.helpers import ONE_THREAD
 
 from .conftest import shell
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 CTRL_C = KeyboardInterrupt
 EVAL = "eval ppl --windows 2 --length 40 --prompt 20 --recipe k4v4 k3v3 k2v2"
 

@@ -14,10 +14,11 @@ from turboquant_nb.cli import app as output
 from turboquant_nb.cli.app import Stage, show_table
 from turboquant_nb.evaluation import score as tasks
 from turboquant_nb.quant import calibration
+from tests.helpers import ONE_THREAD, refuses
 
 from .conftest import refused
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 SHORT = "--windows 2 --length 64 --quiet"
@@ -120,7 +121,7 @@ def test_what_stops_while_it_writes_leaves_nothing(
 
 def test_a_target_that_has_changed_is_not_replaced(tmp_path):
     path = output.target_file(str(tmp_path / "r.json"), "--out")
-    with pytest.raises(OSError, match="it was not replaced"):
+    with refuses("it was not replaced", OSError):
         with output.writing(path) as new:
             new.write_text("rows")
             os.mkfifo(path)

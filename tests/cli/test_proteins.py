@@ -26,10 +26,11 @@ from turboquant_nb.esm import (
     tokens,
     variants,
 )
+from tests.helpers import ONE_THREAD
 
 from .conftest import refused
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def test_a_code_is_fitted_and_variants_take_it(call, esm2, tmp_path):
@@ -51,7 +52,7 @@ def test_a_code_is_fitted_and_variants_take_it(call, esm2, tmp_path):
     code, out, _ = call(ask)
     rows = [x.split("\t") for x in out.splitlines()]
     assert code == 0 and len(rows) == 19 * 14 and rows[0][0] == "mine"
-    found = json.loads(call(f"{ask} --json")[1])
+    found = call.json(f"{ask} --json")
     assert (found["method"], found["code"]) == ("frozen", str(c))
     assert found["model"] == str(esm2 / "model")
     said = [[x["name"], x["mutation"], f"{x['score']:.4f}"] for x in found["variants"]]
@@ -230,14 +231,14 @@ def test_a_structure_is_transformers_own_without_a_code(call, esmfold, tmp_path)
     code, out, err = call(f"{ask} --pdb {tmp_path / 'a.pdb'}")
     assert (code, err) == (0, "") and out.startswith("protein: 10 residues, confidence 0.")
     assert (tmp_path / "a.pdb").read_text() == load_folding(esmfold).infer_pdb("MKTAYIAKQR")
-    found = json.loads(call(f"{ask} --pdb {tmp_path / 'a.pdb'} --json")[1])
+    found = call.json(f"{ask} --pdb {tmp_path / 'a.pdb'} --json")
     assert found["recipe"] is None and "rmsd" not in found["proteins"][0]
     assert found["proteins"][0]["nbytes"] == found["proteins"][0]["exact_nbytes"]
 
 
 def test_structures_on_codes_and_how_far_they_are(call, esmfold, proteins, tmp_path):
     ask = f"fold-protein {proteins} --model {esmfold} --device cpu --recipe k3v3 --quiet"
-    found = json.loads(call(f"{ask} --pdb {tmp_path / 'out'} --json")[1])
+    found = call.json(f"{ask} --pdb {tmp_path / 'out'} --json")
     sequences, model = read_fasta(proteins), load_folding(esmfold)
     assert [x["name"] for x in found["proteins"]] == list(sequences)
     assert len(list((tmp_path / "out").iterdir())) == len(sequences)

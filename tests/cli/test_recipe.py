@@ -1,6 +1,5 @@
 """turboquant recipe: what it prints can be passed on; its bits are those that are stored."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,8 +9,9 @@ from turboquant_nb.cli import plan
 from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
+from tests.helpers import ONE_THREAD, refuses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -27,13 +27,13 @@ def test_recipe_options_and_file(call, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(out)
     assert call(f"recipe {file}")[1] == out
-    got = json.loads(call("recipe k4v3 --json")[1])
+    got = call.json("recipe k4v3 --json")
     assert (
         got["nominal_bits"] == 3.5
         and got["bits_with_scale"] == {"64": 3.75, "128": 3.625}
         and got["recipe"]["key"]["bits"] == 4
     )
-    with pytest.raises(ValueError, match="d must be"):
+    with refuses("d must be"):
         plan.bits_per_value(preset("k3v3"), 0)
 
 
@@ -57,7 +57,7 @@ def test_recipe_options_and_file(call, tmp_path):
     ],
 )
 def test_prices(call, recipe, nominal, costs, words):
-    got = json.loads(call("recipe", recipe.to_json(), "--json")[1])
+    got = call.json("recipe", recipe.to_json(), "--json")
     assert got["nominal_bits"] == pytest.approx(nominal) and got[
         "bits_with_scale"
     ] == costs == plan.bits_by_head_size(recipe)

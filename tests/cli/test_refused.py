@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tests.helpers import ONE_THREAD
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 REFUSED = re.findall(
     r"^\$ turboquant (.*)\n(\d) (.*)$",
     Path(__file__).with_name("refused.txt").read_text(),

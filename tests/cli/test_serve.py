@@ -16,10 +16,11 @@ from turboquant_nb.quant.calibration import load_calibration
 from turboquant_nb.quant.layers import LayerInfo
 from turboquant_nb.quant.recipe import preset
 from turboquant_nb.vllm.step import ServingConfig
+from tests.helpers import ONE_THREAD, refuses
 
 from .conftest import refused
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 LLAMA = LlamaConfig(
     hidden_size=4096,
     num_hidden_layers=32,
@@ -63,7 +64,7 @@ def test_layers_of_several_sizes(monkeypatch):
     )
     assert serve.cache_size([near, near], k3v3)["bytes_per_token"] == 2 * 16 * 196
     latent = LayerInfo(0, heads=4, key_size=48, value_size=32, latent=512, beside=16, **sizes)
-    with pytest.raises(ValueError, match=r"does not serve multi-head latent attention \(MLA\)"):
+    with refuses(r"does not serve multi-head latent attention \(MLA\)"):
         serve.cache_size([latent], k3v3)
 
 
@@ -79,9 +80,9 @@ def test_heads_are_not_cut_and_gpus_add_their_memory():
     tight = serve.cache_size(LLAMA, k3v3, memory=16e9 + 1, weights=16 * 10**9)
     assert tight["most_tokens"] == 0  # a chunk does not fit beside the weights
     words = "the weights, 16.0 GB, do not fit the 16.0 GB that vLLM may take"
-    with pytest.raises(ValueError, match=words):
+    with refuses(words):
         serve.cache_size(LLAMA, k3v3, memory=16e9, weights=16 * 10**9)
-    with pytest.raises(ValueError, match="the 20.0 GB that vLLM may take"):
+    with refuses("the 20.0 GB that vLLM may take"):
         serve.cache_size(LLAMA, k3v3, 2, memory=10e9, weights=30 * 10**9)
 
 
@@ -164,7 +165,7 @@ def test_what_a_person_is_told_and_vllm_gets(call, vllm, tmp_path):
     # without weights there is no frame, and keys that need no mean are served without
     code, out, err = call(f"serve {model} --quiet -- --port 8001 --max-model-len 32768")
     assert (code, out, err) == (0, "", "") and vllm == [(program, words(told))]
-    found = json.loads(call(f"serve {model} --dry-run --json")[1])
+    found = call.json(f"serve {model} --dry-run --json")
     assert found["command"] == line[:5] and found["vllm"] == "0.26.0"
     assert found["bytes_per_token"] == 25_600
 
@@ -184,10 +185,10 @@ def test_exact_tokens_are_those_of_the_recipe_or_asked_for(call, vllm, tmp_path)
 
 def test_sizes_among_vllms_options_count(call, vllm, tmp_path):
     ask = f"serve {tmp_path / 'llama'} --recipe k4v4 --dry-run --json --"
-    found = json.loads(call(f"{ask} --block-size 64 --max-num-batched-tokens 2048")[1])
+    found = call.json(f"{ask} --block-size 64 --max-num-batched-tokens 2048")
     want = serve.cache_size(LLAMA, ServingConfig("k4v4"), block=64, chunk=2048)
     assert {name: found[name] for name in want} == want
-    found = json.loads(call(f"{ask} -tp 16")[1])
+    found = call.json(f"{ask} -tp 16")
     assert found["bytes_per_token"] == 2 * want["bytes_per_token"]
 
 
@@ -223,7 +224,7 @@ def test_a_gpu_says_what_it_holds(call, vllm, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: gpu)
     model = tmp_path / "llama"
-    assert "most_tokens" not in json.loads(call(f"serve {model} --dry-run --json")[1])
+    assert "most_tokens" not in call.json(f"serve {model} --dry-run --json")
     for name, size in (("a", 3000), ("b", 5000)):
         (model / f"{name}.safetensors").write_bytes(bytes(size))
     code, out, err = call(f"serve {model} --dry-run")
@@ -231,7 +232,7 @@ def test_a_gpu_says_what_it_holds(call, vllm, tmp_path, monkeypatch):
     assert f"; room for at most {size['most_tokens']:,} tokens; 16 recent" in err
     assert "--attention-backend CUSTOM" in out
     half = "--dry-run --json -- --gpu-memory-utilization 0.5 -tp 2"
-    found = json.loads(call(f"serve {model} {half}")[1])
+    found = call.json(f"serve {model} {half}")
     size = serve.cache_size(LLAMA, ServingConfig("k3v3"), 2, memory=20e9, weights=8000)
     assert found["most_tokens"] == size["most_tokens"]
     gpu.major, gpu.minor = 7, 5

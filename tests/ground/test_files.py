@@ -26,6 +26,7 @@ from turboquant_nb.files import (
     write_file,
 )
 from turboquant_nb.testing import same
+from tests.helpers import refuses
 
 KIND = "turboquant-nb test 2"
 HEADER = {"n": 3, "text": "ü", "list": [1, None, {"a": 2.5}]}
@@ -90,20 +91,16 @@ def test_damage_is_refused(path):
             read_file(path, KIND, "test")
     for size in (0, 7, 8, 100, len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(
-            ValueError, match="is not a readable test: truncated or of another kind"
-        ):
+        with refuses("is not a readable test: truncated or of another kind"):
             read_file(path, KIND, "test")
 
 
 def test_other_kinds_are_refused(path, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    with refuses("no such file", FileNotFoundError):
         read_file(tmp_path / "missing", KIND, "test")
-    with pytest.raises(ValueError, match="is not a readable test"):
+    with refuses("is not a readable test"):
         read_file(tmp_path, KIND, "test")
-    with pytest.raises(
-        ValueError, match=f"must have format 'turboquant-nb test 3', got '{KIND}'"
-    ):
+    with refuses(f"must have format 'turboquant-nb test 3', got '{KIND}'"):
         read_file(path, "turboquant-nb test 3", "test")
     for metadata in (
         None,
@@ -113,7 +110,7 @@ def test_other_kinds_are_refused(path, tmp_path):
         {"header": json.dumps({"format": KIND})},
     ):
         save_file({"a": torch.zeros(2)}, tmp_path / "y", metadata=metadata)
-        with pytest.raises(ValueError, match="y"):
+        with refuses("y"):
             read_file(tmp_path / "y", KIND, "test")
 
 
@@ -131,7 +128,7 @@ def test_a_full_disk_leaves_the_old_file(path):
 
 
 def test_an_error_without_a_number_keeps_its_words(path):
-    with pytest.raises(OSError, match="^disk full$"), beside(path):
+    with refuses("^disk full$", OSError), beside(path):
         raise OSError("disk full")
 
 
@@ -173,19 +170,17 @@ def test_the_header_of_another_file_may_be_written_again(path):
 def test_folders_are_named_as_such(path, tmp_path):
     """safetensors named a file of its own in a folder that is not there, Python two files of
     which one was ours, and the operating system a device that does not exist."""
-    with pytest.raises(FileNotFoundError, match="no such folder: .*none$"):
+    with refuses("no such folder: .*none$", FileNotFoundError):
         write_file(tmp_path / "none" / "x", TENSORS, HEADER, KIND)
-    with pytest.raises(IsADirectoryError, match="expected a file to write, got the folder"):
+    with refuses("expected a file to write, got the folder", IsADirectoryError):
         write_file(tmp_path, TENSORS, HEADER, KIND)
-    with pytest.raises(ValueError, match="not a readable test: expected a file, got a folder"):
+    with refuses("not a readable test: expected a file, got a folder"):
         read_file(tmp_path, KIND, "test")
     for f in (
         lambda: write_file(None, TENSORS, HEADER, KIND),
         lambda: read_file(None, KIND, "test"),
     ):
-        with pytest.raises(
-            TypeError, match="expected str, bytes or os.PathLike object, not NoneType"
-        ):
+        with refuses("expected str, bytes or os.PathLike object, not NoneType", TypeError):
             f()
     assert [x.name for x in tmp_path.iterdir()] == ["x"]
 
@@ -242,7 +237,7 @@ def test_a_user_without_a_home_has_a_folder_in_the_temporary_one(monkeypatch, tm
     assert found == cache_dir() == temporary_folder() and found.parent == tmp_path
     assert found.stat().st_mode & 0o777 == 0o700 and len([*tmp_path.iterdir()]) == 1
     found.chmod(0o777)
-    with pytest.raises(PermissionError, match="another user may have written to it: '.*nb-"):
+    with refuses("another user may have written to it: '.*nb-", PermissionError):
         cache_dir()
 
 
@@ -253,8 +248,8 @@ def test_a_folder_for_code_is_its_users_alone(monkeypatch, tmp_path):
         mine.chmod(mode)
         assert is_private(mine) == private, oct(mode)
     monkeypatch.setattr(os, "geteuid", lambda: mine.stat().st_uid + 1)
-    with pytest.raises(PermissionError, match="another user may have written to it"):
+    with refuses("another user may have written to it", PermissionError):
         private_folder(mine)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
+    with refuses("file", OSError):
         private_folder(tmp_path / "file" / "x")

@@ -10,11 +10,11 @@ import pytest
 transformers = pytest.importorskip("transformers")
 
 from eval import architectures
-from tests.helpers import given_frame
+from tests.helpers import QUIETLY, given_frame, refuses
 from turboquant_nb import results
 from turboquant_nb.hf import TurboQuantCache
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 FILE = Path(__file__).parents[2] / "results" / "architectures" / "cpu.json"
 
 
@@ -52,7 +52,7 @@ def test_scores_that_a_model_computes_itself_want_tensors():
     with pytest.warns(UserWarning, match="gpt2 gets all past.*reorder_and_upcast_attn"):
         assert TurboQuantCache(gpt2).report()["reading"].startswith("decoded each step")
     gpt2.config._attn_implementation = "turboquant"
-    with pytest.raises(ValueError, match="the 'turboquant' attention cannot serve gpt2"):
+    with refuses("the 'turboquant' attention cannot serve gpt2"):
         TurboQuantCache(gpt2)
 
 
@@ -64,7 +64,7 @@ def test_an_encoder_is_refused(name):
     config = architectures.small(name).config
     config.is_decoder = False
     for source in (config, getattr(transformers, name)(config)):
-        with pytest.raises(ValueError, match="attends to later tokens too"):
+        with refuses("attends to later tokens too"):
             TurboQuantCache(source)
 
 
@@ -75,12 +75,12 @@ def test_a_gemma_that_looks_both_ways_is_refused(name):
     TurboQuantCache(config, frame=given_frame(config))
     config.use_bidirectional_attention = True
     for source in (config, getattr(transformers, name)(config)):
-        with pytest.raises(ValueError, match="attends to later tokens too.*bidirectional"):
+        with refuses("attends to later tokens too.*bidirectional"):
             TurboQuantCache(source)
 
 
 @pytest.mark.parametrize("name", ["ViT", "CLIPText", "CLIPVision", "Rwkv", "XLM"])
 def test_a_model_without_attention_to_a_cache_is_refused(name):
     kind = getattr(transformers, f"{name}Config")
-    with pytest.raises(ValueError, match="no layer that attends to a cache|cache of its own"):
+    with refuses("no layer that attends to a cache|cache of its own"):
         TurboQuantCache(architectures.small_config(kind, {}))

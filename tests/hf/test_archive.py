@@ -11,8 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.helpers import generate, given_frame, prompt, tiny
-from tests.hf.test_hf_kernels import Largest
+from tests.helpers import QUIETLY, Largest, generate, given_frame, prompt, refuses, seeded, tiny
 from turboquant_nb import files
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf import TurboQuantCache
@@ -22,7 +21,7 @@ from turboquant_nb.quant.recipe import Recipe
 
 SMALL = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 CONFIG = tiny(**SMALL).config
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 RECIPES = {name: name for name in ("k4v4", "k3v3", "k2v2-trellis")} | {
     "fractions": Recipe(Spec(2.5), Spec(3.5)),
     "residual": Recipe(Spec(3, residual="qjl"), Spec(2), sinks=2, recent=5),
@@ -102,7 +101,7 @@ def test_a_cache_has_the_room_that_is_asked_for(how, tmp_path):
             assert a.starts == b.starts and b.store.capacity == (768 if room else 256)
             for x, y in zip(a.store.read(), b.store.read()):
                 assert torch.equal(x, y)
-    with pytest.raises(ValueError, match="max_length is 5: 9 tokens are held"):
+    with refuses("max_length is 5: 9 tokens are held"):
         TurboQuantCache.load(tmp_path / "cache", CONFIG, max_length=5)
 
 
@@ -113,12 +112,10 @@ def test_what_is_no_saved_cache_is_refused_in_a_sentence(tmp_path):
     whole = path.read_bytes()
     for data in (b"", whole[:-9], whole[:40]):
         path.write_bytes(data)
-        with pytest.raises(
-            ValueError, match="c is not a readable saved cache: truncated or of"
-        ):
+        with refuses("c is not a readable saved cache: truncated or of"):
             TurboQuantCache.load(path, CONFIG)
     files.write_file(path, {}, {}, "turboquant-nb calibration 2")
-    with pytest.raises(ValueError, match=f"must have format '{FORMAT}', got 'turboquant-nb ca"):
+    with refuses(f"must have format '{FORMAT}', got 'turboquant-nb ca"):
         TurboQuantCache.load(path, CONFIG)
     path.write_bytes(whole)
     tensors, header = read_states(path)
@@ -130,9 +127,9 @@ def test_what_is_no_saved_cache_is_refused_in_a_sentence(tmp_path):
         (tensors, {"stores": header["stores"][:1]}, "must have 2 stores .*, got 1"),
         (tensors, {"recipe": Recipe(Spec(4)).to_json()}, "layer 0 does not fit"),
     ):
-        with pytest.raises(ValueError, match=why):
+        with refuses(why):
             TurboQuantCache.from_states(t, header | h, CONFIG)
-    with pytest.raises(ValueError, match="expected a file, got a folder"):
+    with refuses("expected a file, got a folder"):
         TurboQuantCache.load(tmp_path, CONFIG)
 
 
@@ -172,7 +169,7 @@ def test_a_save_that_breaks_off_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
+    with refuses("No space left", OSError):
         cache.save(path, {"more": 1})
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
@@ -200,7 +197,7 @@ def test_a_header_cannot_ask_for_more_memory_than_the_file_holds(name, value, wh
     size = sum(t.nbytes for t in tensors.values())
     with Largest() as made:
         if why:
-            with pytest.raises(ValueError, match=why):
+            with refuses(why):
                 store_of(tensors, header | {name: value})
         else:
             store = store_of(tensors, header | {name: value})
@@ -214,7 +211,7 @@ def test_a_sliding_layer_that_grows_gets_no_room_for_a_whole_text(static, tmp_pa
     config = tiny("gemma2", **SMALL).config
     how = dict(max_length=60, static=True) if static else {}
     cache = TurboQuantCache(config, "k4v3", frame=given_frame(config), **how)
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     for i in range(2):
         cache.update(*(torch.randn(1, 1, 40, 16, generator=g) for _ in "kv"), i)
     cache.save(tmp_path / "cache")
@@ -228,7 +225,7 @@ def test_layers_of_different_lengths_are_refused(tmp_path):
     cache = filled()
     cache.layers[1].store.crop(1)
     cache.save(tmp_path / "c")
-    with pytest.raises(ValueError, match="layer 1 does not fit: it has length 8, not 9"):
+    with refuses("layer 1 does not fit: it has length 8, not 9"):
         TurboQuantCache.load(tmp_path / "c", CONFIG)
 
 

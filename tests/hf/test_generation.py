@@ -10,33 +10,28 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from tests.helpers import covering_pairs, exact_recipe, prompt, tiny
+from tests.helpers import (
+    QUIETLY,
+    covering_pairs,
+    exact_recipe,
+    prompt,
+    refuses,
+    seeded,
+    texts,
+    tiny,
+)
+from tests.hf.test_way import on_codes, own, tokens
 from turboquant_nb.hf import TurboQuantCache
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-GREEDY = dict(max_new_tokens=8, do_sample=False)
-
-
-def tokens(model, inputs, cache, **how):
-    torch.manual_seed(7)
-    return model.generate(**inputs, past_key_values=cache, **GREEDY | how)
-
-
-def own(model, inputs, **how):
-    return tokens(model, inputs, DynamicCache(config=model.config), **how)
+pytestmark = QUIETLY
 
 
 def ours(model, **settings):
     return TurboQuantCache(model, exact_recipe(), **settings)
 
 
-def on_codes(cache):
-    served = cache.report()["served"]
-    return not served.get("dense") and bool(served.get("codes") or served.get("chunk"))
-
-
 def repeated():
-    ids = prompt(1, 12, padded=False)["input_ids"].repeat(1, 3)
+    ids = texts(1, 12).repeat(1, 3)
     return dict(input_ids=ids, attention_mask=torch.ones_like(ids))
 
 
@@ -138,7 +133,7 @@ def test_embeddings(name, beams):
     model, inputs = tiny(name), prompt(2, 20, padded=False)
     embed = model.get_input_embeddings()
     vectors = embed(inputs["input_ids"]).detach()
-    other = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(1))
+    other = torch.randn(vectors.shape, generator=seeded(1))
     mask = inputs["attention_mask"]
     for given in (vectors, other):
         for rest in ({}, dict(input_ids=inputs["input_ids"])):
@@ -163,61 +158,6 @@ def test_going_on_from_embeddings():
     assert torch.equal(all_of_it, want) and on_codes(cache)
 
 
-def test_a_cache_named_by_the_models_configuration(tmp_path):
-    """A generation_config.json that names a cache: transformers says that one of the two must
-    go; `cache_implementation=None` is the way."""
-    tiny().save_pretrained(tmp_path)
-    config = transformers.GenerationConfig(pad_token_id=0, cache_implementation="static")
-    config.save_pretrained(tmp_path)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert model.generation_config.cache_implementation == "static"
-    cache, inputs = ours(model), prompt(2, 12)
-    with pytest.raises(ValueError, match="only one of the two"):
-        tokens(model, inputs, cache)
-    assert cache.get_seq_length() == 0
-    got = tokens(model, inputs, cache, cache_implementation=None)
-    assert torch.equal(got, own(tiny(), inputs)) and on_codes(cache)
-
-
-def test_stopping():
-    "By a token, a criterion, a time, a text."
-    model, inputs = tiny(), prompt(1, 20)
-    text = own(model, inputs)[0, 20:].tolist()
-
-    class Third(transformers.StoppingCriteria):
-        def __call__(self, input_ids, scores, **kwargs):
-            long = input_ids.shape[1] >= 23
-            return torch.full((len(input_ids),), long, dtype=torch.bool)
-
-    ways = [
-        dict(eos_token_id=[text[2], 59]),
-        dict(stopping_criteria=transformers.StoppingCriteriaList([Third()])),
-        dict(max_time=0.0),
-        dict(max_length=24, max_new_tokens=None),
-    ]
-    for how in ways:
-        cache, want = ours(model), own(model, inputs, **how)
-        assert torch.equal(tokens(model, inputs, cache, **how), want)
-        assert cache.get_seq_length() == want.shape[1] - 1 and want.shape[1] < 28
-
-
-def test_a_decoding_loop_of_ones_own():
-    "A function in place of transformers' loop gets the cache that was given."
-    model, inputs = tiny(), prompt(1, 20, padded=False)
-
-    def loop(model, input_ids, generation_config=None, **kwargs):
-        step = input_ids
-        for _ in range(generation_config.max_new_tokens):
-            logits = model(step, past_key_values=kwargs["past_key_values"]).logits
-            step = logits[:, -1:].argmax(-1)
-            input_ids = torch.cat([input_ids, step], 1)
-        return input_ids
-
-    cache = ours(model)
-    got = tokens(model, inputs, cache, custom_generate=loop)
-    assert torch.equal(got, own(model, inputs)) and on_codes(cache)
-
-
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])
 def test_a_recurrent_state_is_not_recovered(name):
     """Whether it lies in a layer of its own or beside codes: a pass that was broken off may
@@ -234,13 +174,13 @@ def test_a_recurrent_state_is_not_recovered(name):
                 model(**inputs, past_key_values=cache)
             hook = model.model.layers[-1].register_forward_pre_hook(stop)
             given = inputs["input_ids"] if first else inputs["input_ids"][:, :1]
-            with pytest.raises(RuntimeError, match="stop"):
+            with refuses("stop", RuntimeError):
                 model(given, past_key_values=cache)
             hook.remove()
         if first:
             assert cache.recover() == 0
         else:
-            with pytest.raises(ValueError, match="recurrent state.*the whole text again"):
+            with refuses("recurrent state.*the whole text again"):
                 cache.recover()
             cache.reset()
         assert torch.equal(tokens(model, inputs, cache), own(model, inputs))

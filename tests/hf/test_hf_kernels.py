@@ -2,24 +2,29 @@
 where there is no GPU), and reasons where they do not."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from tests.helpers import (
     MODES,
+    QUIETLY,
     Calls,
+    Largest,
+    Launches,
     cache_for,
     covering_pairs,
     exact_recipe,
     generate,
     host_calls,
+    logits,
     prompt,
+    refuses,
+    seeded,
+    texts,
     tiny,
 )
 from turboquant_nb.kernels import ops
@@ -29,7 +34,7 @@ from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
 CUDA = torch.cuda.is_available()
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def test_no_mask_in_any_way_of_generating(mode, name, no_masks):
     _, cache = generate(model, inputs, "turboquant", "k3v3", **how, **MODES[mode])
     assert all(x.store.start.tolist() == list(x.starts) for x in cache.coded_layers)
     if mode == "beams":
-        text = dict(input_ids=prompt(1, 12, padded=False)["input_ids"].repeat(1, 3))
+        text = dict(input_ids=texts(1, 12).repeat(1, 3))
         generate(model, text, "turboquant", "k3v3", **how, prompt_lookup_num_tokens=3)
 
 
@@ -163,24 +168,13 @@ def test_auto_never_takes_the_interpreter():
     )
 
 
-REFUSED = {
-    "residual": (Recipe(residual="prod"), {}, "QJL"),
-    "fractions": (Recipe(Spec(2.5), Spec(3)), {}, "bits must be one integer"),
-    "head size": (Recipe(), dict(head_dim=8), "multiple of 16"),
-}
-
-
-@pytest.mark.parametrize("which", REFUSED)
-def test_demanding_kernels_raises_before_anything_is_stored(which):
-    recipe, sizes, why = REFUSED[which]
-    model = tiny(**{**SMALL, **sizes})
+def test_demanding_kernels_raises_before_anything_is_stored():
+    "(Which recipes and sizes kernels refuse: tests/kernels.)"
+    model = tiny(**SMALL)
     model.set_attn_implementation("turboquant")
-    cache = kernel_cache(model, recipe)
-    with (
-        torch.no_grad(),
-        pytest.raises(ValueError, match=f"'triton' cannot serve this store: .*{why}"),
-    ):
-        model(**prompt(1, 5, padded=False), past_key_values=cache)
+    cache = kernel_cache(model, Recipe(Spec(2.5), Spec(3)))
+    with refuses("'triton' cannot serve this store: .*bits must be one integer"):
+        logits(model, texts(1, 5), past_key_values=cache)
     assert cache.get_seq_length() == 0 and cache.report()["nbytes"] == 0
 
 
@@ -189,16 +183,15 @@ def test_demanding_kernels_without_a_gpu_or_interpreter(monkeypatch):
         pytest.skip("there is one")
     monkeypatch.setattr(ops.launch, "is_interpreted", lambda: False)
     model = tiny(**SMALL)
-    with pytest.raises(
-        ValueError,
-        match="'triton' cannot serve this store: an NVIDIA GPU is needed, the store is on cpu",
+    with refuses(
+        "'triton' cannot serve this store: an NVIDIA GPU is needed, the store is on cpu"
     ):
         generate(model, prompt(1, 5), "turboquant", cache=kernel_cache(model))
 
 
 @pytest.mark.parametrize("backend", ["flash", None])
 def test_unknown_backends(backend):
-    with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'torch'"):
+    with refuses("backend must be 'auto', 'triton' or 'torch'"):
         TurboQuantCache(tiny(), backend=backend)
 
 
@@ -258,20 +251,6 @@ def test_a_chunk_that_is_all_padding(no_masks):
     assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
 
 
-class Largest(TorchDispatchMode):
-    "The largest tensor that torch makes, in bytes."
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
-        for t in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
-                self.bytes = max(self.bytes, t.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
 def test_a_step_makes_nothing_as_large_as_the_past():
     """Of decoding after 500 tokens: on kernels no tensor is a third of one layer's dense keys;
@@ -280,7 +259,7 @@ def test_a_step_makes_nothing_as_large_as_the_past():
         "cuda" if CUDA else "cpu"
     )
     try:
-        ids, most = prompt(1, 500, padded=False)["input_ids"].to(model.device), {}
+        ids, most = texts(1, 500).to(model.device), {}
         for attention in ("turboquant", "sdpa"):
             model.set_attn_implementation(attention)
             cache = (
@@ -308,24 +287,17 @@ def test_what_a_kernel_took_is_told_later(bad, n):
     model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
     try:
         model.set_attn_implementation("turboquant")
-        cache, inputs = (
-            kernel_cache(model),
-            prompt(1, 9, padded=False)["input_ids"].to(model.device),
-        )
+        cache, inputs = (kernel_cache(model), texts(1, 9).to(model.device))
         with torch.no_grad():
             model(inputs, past_key_values=cache)
             x = torch.zeros(1, 1, n, 16, device=model.device)
             cache.update(x, x, 0)
             cache.update(torch.full_like(x, bad), x, 1)
             twin = copy.deepcopy(cache)
-            with pytest.raises(
-                ValueError, match="layer 1: keys that were (not finite|too large)"
-            ):
+            with refuses("layer 1: keys that were (not finite|too large)"):
                 twin.check()
             twin.check()  # once
-            with pytest.raises(
-                ValueError, match="layer 1: keys that were (not finite|too large)"
-            ):
+            with refuses("layer 1: keys that were (not finite|too large)"):
                 for _ in range(3):
                     model(inputs[:, :1], past_key_values=cache)
                     if CUDA:
@@ -345,7 +317,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
     monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
     model.to("cuda" if CUDA else "cpu")
-    ids = prompt(1, 30, padded=False)["input_ids"].to(model.device)
+    ids = texts(1, 30).to(model.device)
     weight = model.model.layers[1].self_attn.k_proj.weight
     model.set_attn_implementation("turboquant")
     more = dict(max_length=128, static=True, graphs=False) if static else {}
@@ -361,7 +333,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
         want, good = read(twin), weight[0, 0].clone()
         assert twin.running is None
         weight[0, 0] = bad
-        with pytest.raises(ValueError, match="layer 1: keys .*; the cache is empty again"):
+        with refuses("layer 1: keys .*; the cache is empty again"):
             read(cache)
         weight[0, 0] = good
         assert cache.get_seq_length() == 0
@@ -379,7 +351,7 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(length, monkeypatch):
     from turboquant_nb.cache.store import KVStore
 
     monkeypatch.setattr(ops, "BLOCK", 2 * 16 * 1024)
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     store = KVStore(Recipe(), 1, 2, 16)
     store.append(*(torch.randn(1, 2, length, 16, generator=g) for _ in range(2)))
     k, v = (torch.randn(1, 2, 64, 16, generator=g) for _ in range(2))
@@ -436,18 +408,6 @@ def silent(monkeypatch):
     encode.shared_plan.cache_clear()
 
 
-class Named(TorchDispatchMode):
-    "Counts PyTorch's operations by name."
-
-    def __init__(self):
-        super().__init__()
-        self.n = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.n[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 class Found(Silent):
     "A kernel that is searched for, and does nothing."
 
@@ -488,12 +448,13 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
         made.clear()
         calls = host_calls(lambda: cache.update(k, k, 1))
         assert made == launches, made
-        with Named() as operations:
+        with Launches() as operations:
             cache.update(k, k, 2)
     fills = sum(
-        operations.n[name] for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
+        operations.names.count(name)
+        for name in ("_foreach_zero_", "zeros", "new_zeros", "fill_")
     )
-    assert calls <= 470 and fills <= 2, (calls, operations.n)
+    assert calls <= 470 and fills <= 2, (calls, operations.names)
     assert all(x.store.length == tokens and x.coded["kernel"] for x in cache.layers)
 
 
@@ -518,7 +479,7 @@ def test_what_a_layer_costs_the_host(scaled, static, silent):
         graphs=False,
         **dict(max_length=700, static=True) if static else {},
     )
-    module, ids = model.model.layers[1].self_attn, prompt(1, 300, padded=False)["input_ids"]
+    module, ids = model.model.layers[1].self_attn, texts(1, 300)
     with torch.no_grad():
         model(ids, past_key_values=cache)
         k = torch.randn(1, model.config.num_key_value_heads, 1, 64)

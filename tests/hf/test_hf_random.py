@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.cache.test_broken_off import ERRORS, Lines
-from tests.helpers import SLOW, given_frame
+from tests.cache.test_store import Dense as Held
+from tests.helpers import QUIETLY, SLOW, given_frame, refuses, seeded
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("hypothesis")
@@ -24,14 +25,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboquant_attention
 from turboquant_nb.hf.layer import STEPS
-from turboquant_nb.quant.codes import make_quantizer
-from turboquant_nb.quant.quantizer import Coded, Spec, decode
+from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.decay import coarser
+from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import expected_nbytes
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 HEADS, GROUP, D, WINDOW = (
     1,
     2,
@@ -74,115 +74,60 @@ def frames():
     return replace(held, frames=tuple(map(plain, held.frames)))
 
 
-class Dense:
-    "One side of one layer: what every token was, and what is left of it once it is coded."
+class Dense(Held):
+    """What a store holds in the slowest way, and what a layer adds: where the last chunk was one
+    of a few tokens, its tail makes the window whole again."""
 
-    def __init__(self, spec, recipe, starts, freq, frame):
-        self.q, self.recipe, self.starts = make_quantizer(spec, D), recipe, starts
-        self.pair = frame.pair[:, None] if spec.pair_scale == "frame" else torch.ones(())
-        mean = dict(none=None, fixed=frame.fixed, pre_rope=frame.mean)[spec.center]
-        self.mean = None if mean is None else (mean[:, None] * self.pair).bfloat16().float()
-        self.freq = freq if spec.center == "pre_rope" else None
-        self.exact = self.coded = self.truncated = torch.zeros(len(starts), HEADS, 0, D)
-        self.fresh = torch.zeros(
-            0, dtype=torch.bool
-        )  # tokens that have not left the window yet
-        # (first exact position, first of the chunk) while the last chunk was one of a few
-        # tokens
-        self.tail = None
+    tail = None  # (first exact position, first of the chunk)
 
-    def rotate(self, x, n):
-        "As RoPE rotates the next n tokens of each row."
-        if self.freq is None:
-            return x
-        at = torch.arange(n) + self.exact.shape[2] - torch.tensor(self.starts)[:, None]
-        angle = at.clamp(min=0)[:, None, :, None].float() * self.freq
-        c, s = (f(angle).half().float() for f in (torch.cos, torch.sin))
-        a, b = x.float().chunk(2, -1)
-        return torch.cat([a * c - b * s, b * c + a * s], -1)
-
-    def append(self, x):
-        center = None if self.mean is None else self.rotate(self.mean, x.shape[2])
-        mean = 0 if center is None else center.float()
-        coded = self.q.encode(x * self.pair, center, "x")
-        back = lambda q, c: (q.rotation.inverse(q.decode_rotated(c)) + mean) / self.pair
-        truncated = coded = back(self.q, coded), coded
-        if self.recipe.decay is not None:
-            old = make_quantizer(coarser(self.q.spec, D), D)
-            truncated = back(old, Coded(coded[1].codes >> 1, coded[1].scale)), None
-        old, recent = self.exact.shape[2], self.fresh.nonzero()
-        self.tail = (
-            (int(recent[0]) if len(recent) else old, old)
-            if 1 < x.shape[2] <= STEPS and old and self.recipe.recent
-            else None
-        )
-        self.exact, self.coded, self.truncated = (
-            torch.cat([a, b], 2)
-            for a, b in (
-                (self.exact, x),
-                (self.coded, coded[0]),
-                (self.truncated, truncated[0]),
-            )
-        )
-        n = self.exact.shape[2]
-        self.fresh = torch.cat([self.fresh, torch.ones(x.shape[2], dtype=torch.bool)]) & (
-            torch.arange(n) >= n - self.recipe.recent
-        )
+    def append(self, k, v):
+        old, n = self.length, k.shape[2]
+        few = 1 < n <= STEPS and old and self.recipe.recent
+        self.tail = (self.exact_from, old) if few else None
+        super().append(k, v)
 
     def crop(self, n):
-        keep = self.exact.shape[2] - n
-        self.exact, self.coded, self.truncated = (
-            x[:, :, :keep] for x in (self.exact, self.coded, self.truncated)
-        )
-        self.fresh = self.fresh[:keep]
+        super().crop(n)
+        keep, recent = self.length, self.recipe.recent
         self.tail = self.tail if self.tail and self.tail[1] <= keep else None
         if self.tail:  # the window as the tokens that are left would have made it
-            self.fresh = torch.arange(keep) >= max(self.tail[0], keep - self.recipe.recent)
+            fresh = range(max(self.tail[0], keep - recent), keep)
+            self.slots |= {p % recent: p for p in fresh}
 
     def rows(self, index):
-        self.exact, self.coded, self.truncated = (
-            x[index] for x in (self.exact, self.coded, self.truncated)
-        )
-        self.starts, self.tail = [self.starts[i] for i in index], None
+        super().rows(lambda x: x[index])
+        self.tail = None
 
-    def is_exact(self):
-        "[B, 1, T, 1]: sinks and window."
-        p, start = torch.arange(self.exact.shape[2]), torch.tensor(self.starts)[:, None]
-        return (((p >= start) & (p < start + self.recipe.sinks)) | self.fresh)[:, None, :, None]
-
-    def check(self, got, first):
-        "What the cache reads from position `first` on is what it must be."
-        exact, coded, truncated = (
-            x[:, :, first:] for x in (self.exact, self.coded, self.truncated)
+    def check(self, got, first, whole=0):
+        """What the cache reads from position `first` on is what it must be, the last `whole`
+        tokens exactly."""
+        exact = self.is_exact()[:, :, first:] | (
+            torch.arange(first, self.length)[:, None] >= self.length - whole
         )
-        assert got.shape == exact.shape
-        kept = self.is_exact()[:, :, first:].expand_as(got)
-        assert torch.equal(got[kept], exact[kept])
-        near = lambda x: (got - x).abs() <= 1e-5 * (1 + x.abs())
-        ok = (near(coded).all(-1) | near(truncated).all(-1))[..., None].expand_as(got)
-        assert bool((ok | kept).all()), (got - coded).abs().amax(-1)
+        for x, *held in zip(got, *map(self.plain, (self.raw, self.coded, self.truncated))):
+            raw, coded, truncated = (y[:, :, first:] for y in held)
+            assert x.shape == raw.shape
+            kept = exact.expand_as(x)
+            assert torch.equal(x[kept], raw[kept])
+            near = lambda y, x=x: ((x - y).abs() <= 1e-5 * (1 + y.abs())).all(-1, True)
+            assert bool((near(coded) | near(truncated) | kept).all()), (x - coded).abs().max()
 
     def steps(self, coded, first, n):
         """What each of the last n queries sees from position `first` on: sinks and its own
         recent tokens exactly, the rest as it is coded."""
-        length = self.exact.shape[2]
-        p, start = torch.arange(first, length), torch.tensor(self.starts)[:, None]
-        sink = ((p >= start) & (p < start + self.recipe.sinks))[:, None, :, None]
-        for at in range(length - n, length):
-            near = (p > at - max(self.recipe.recent, 1)) & (
-                p >= (self.tail[0] if self.tail else length - n)
-            )
-            yield torch.where(sink | near[:, None], self.exact[:, :, first:], coded)
+        p, recent = torch.arange(first, self.length), max(self.recipe.recent, 1)
+        sink, raw = self.is_sink()[:, None, first:, None], self.plain(self.raw)
+        for at in range(self.length - n, self.length):
+            near = (p > at - recent) & (p >= (self.tail[0] if self.tail else self.length - n))
+            exact = sink | near[:, None]
+            yield [torch.where(exact, x[:, :, first:], y) for x, y in zip(raw, coded)]
 
     def seen(self, got, chunk):
         "What attention sees: the cache's own tokens (just checked), the chunk exactly."
-        return torch.cat(
-            [
-                got[:, :, : got.shape[2] - chunk],
-                self.exact[:, :, self.exact.shape[2] - chunk :],
-            ],
-            2,
-        )
+        past = lambda x: x[:, :, : x.shape[2] - chunk]
+        return [
+            torch.cat([past(x), y[:, :, -chunk:]], 2) for x, y in zip(got, self.plain(self.raw))
+        ]
 
 
 class Machine(RuleBasedStateMachine):
@@ -193,28 +138,23 @@ class Machine(RuleBasedStateMachine):
         data=st.data(),
     )
     def start(self, recipe, batch, seed, data):
-        self.config, self.recipe, self.g = (
-            config(),
-            RECIPES[recipe],
-            torch.Generator().manual_seed(seed),
-        )
+        self.config, self.g, held = config(), seeded(seed), frames()
         starts = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch))
-        self.cache, held = TurboQuantCache(self.config, self.recipe, frame=frames()), frames()
+        self.cache = TurboQuantCache(self.config, RECIPES[recipe], frame=held)
         self.cache.set_padding((torch.arange(10) >= torch.tensor(starts)[:, None]).long())
+        self.dense = []
         freqs = layer_frequencies(self.config).by_layer
-        self.dense = [
-            [
-                Dense(spec, self.recipe, starts, freq, frame)
-                for spec in (layer.recipe.key, layer.recipe.value)
-            ]
-            for freq, frame, layer in zip(freqs, held.frames, self.cache.layers)
-        ]
+        for freq, frame, layer in zip(freqs, held.frames, self.cache.layers):
+            kind, how = store_class(layer.recipe), dict(frame=frame, inv_freq=freq)
+            store = kind(layer.recipe, batch, HEADS, D, **how)
+            store.set_range(start=torch.tensor(starts))
+            self.dense.append(Dense(store))
         self.length = self.longest = 0
         self.take(data.draw(st.sampled_from([10, 11, 35, 300])), True)
 
     @property
     def batch(self):
-        return len(self.dense[0][0].starts)
+        return len(self.dense[0].start)
 
     def take(self, n, on_codes):
         """A chunk through both layers: what attention gives, or what `update` returns, is
@@ -223,62 +163,47 @@ class Machine(RuleBasedStateMachine):
         past = self.length
         self.length += n
         self.longest = max(self.longest, self.length)  # what was freed, was freed then
-        for i, (layer, sides) in enumerate(zip(self.cache.layers, self.dense)):
-            k, v = (torch.randn(self.batch, HEADS, n, D, generator=self.g) for _ in range(2))
+        draw = lambda heads: torch.randn(self.batch, heads, n, D, generator=self.g)
+        for i, (layer, dense) in enumerate(zip(self.cache.layers, self.dense)):
+            k, v = draw(HEADS), draw(HEADS)
             visible = max(0, past - WINDOW + 1) if i == 0 else 0
-            for side, x in zip(sides, (k, v)):
-                side.append(x)
-            q = torch.randn(self.batch, HEADS * GROUP, n, D, generator=self.g)
-            handles = self.cache.update(k, v, i)
+            dense.append(k, v)
+            q, handles = draw(HEADS * GROUP), self.cache.update(k, v, i)
             if not on_codes:
-                assert all(
-                    torch.equal(h[:, :, past - visible :], x) for h, x in zip(handles, (k, v))
-                )
-                if past:
-                    for side, h in zip(sides, handles):
-                        rest = side.fresh.clone()
-                        side.fresh[past:] = True  # dense layers get their own chunk exactly
-                        side.check(h, visible)
-                        side.fresh = rest
+                for h, x in zip(handles, (k, v)):
+                    assert torch.equal(h[:, :, past - visible :], x)
+                if past:  # dense layers get their own chunk exactly
+                    dense.check(handles, visible, n)
                 continue
-            got = [
-                x[:, :, visible - layer.store.offset :] for x in layer.store.read()
-            ]  # before the sliding layer frees
-            names = ("key", "value")
-            center = lambda name: layer.store.center(name, visible, self.length)
-            coded = [
-                s.out_of_frame(
-                    decode(
-                        s.q,
-                        layer.store.coded(name, visible, self.length),
-                        center(name),
-                        torch.float32,
-                    )
-                )
-                for s, name in zip(layer.store.parts, names)
-            ]
+            store = layer.store  # before the sliding layer frees
+            got = [x[:, :, visible - store.offset :] for x in store.read()]
             out = turboquant_attention(None, q, *handles, None, 0.25)[0].transpose(1, 2)
-            seen = [
-                side.seen(x, n) if past else side.exact[:, :, visible:]
-                for side, x in zip(sides, got)
-            ]
+            seen = (
+                dense.seen(got, n)
+                if past
+                else [x[:, :, visible:] for x in dense.plain(dense.raw)]
+            )
             at, p = torch.arange(past, self.length)[:, None], torch.arange(visible, self.length)
-            mask = (p <= at) & (p >= torch.tensor(sides[0].starts)[:, None, None, None])
+            mask = (p <= at) & (p >= dense.start[:, None, None, None])
             mask = mask & (p > at - WINDOW) if i == 0 else mask
-            want = dense_attention(q, *seen, 0.25, mask=mask)[0]
+            attend = lambda q, states, mask: dense_attention(q, *states, 0.25, mask=mask)[0]
             if past and 1 < n <= STEPS:
-                pairs = zip(*(side.steps(x, visible, n) for side, x in zip(sides, coded)))
-                want = torch.cat(
-                    [
-                        dense_attention(
-                            q[:, :, j : j + 1], *pair, 0.25, mask=mask[:, :, j : j + 1]
-                        )[0]
-                        for j, pair in enumerate(pairs)
-                    ],
-                    2,
-                )
+                steps = enumerate(dense.steps(self.coded(store, visible), visible, n))
+                one = lambda x, j: x[:, :, j : j + 1]
+                want = torch.cat([attend(one(q, j), x, one(mask, j)) for j, x in steps], 2)
+            else:
+                want = attend(q, seen, mask)
             real = mask.any(-1)[..., None].expand_as(out)
             assert torch.allclose(out[real], want[real], atol=2e-5)
+
+    def coded(self, store, first):
+        "What is read of codes alone, keys and values."
+        out = []
+        for side, name in zip(store.parts, ("key", "value")):
+            span = name, first, self.length
+            x = decode(side.q, store.coded(*span), store.center(*span), torch.float32)
+            out.append(side.out_of_frame(x))
+        return out
 
     @rule(n=st.sampled_from([1, 1, 1, 2, 5, 9, 16, 17, 40, 260]), on_codes=st.booleans())
     def append(self, n, on_codes):
@@ -291,42 +216,31 @@ class Machine(RuleBasedStateMachine):
         if n > 0:
             self.cache.crop(-n)
             self.length -= n
-            for sides in self.dense:
-                for side in sides:
-                    side.crop(n)
+            for dense in self.dense:
+                dense.crop(n)
 
     @rule(n=st.integers(100, 900))
     def crop_too_much(self, n):
         "A sliding layer that freed what would be needed refuses, and stays as it was."
         layer = self.cache.layers[0]
-        if (
-            n < self.length
-            and layer.store.offset
-            and self.length - n - WINDOW + 1 < layer.store.offset
-        ):
-            with pytest.raises(ValueError, match="cannot crop"):
+        needed = self.length - n - WINDOW + 1
+        if n < self.length and layer.store.offset and needed < layer.store.offset:
+            with refuses("cannot crop"):
                 layer.crop(-n)
             assert self.longest - self.length + n > MARGIN
 
     def rows(self, index):
-        for sides in self.dense:
-            for side in sides:
-                side.rows(index)
+        for dense in self.dense:
+            dense.rows(index)
 
-    @rule(data=st.data())
-    def reorder(self, data):
-        index = data.draw(
-            st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch)
-        )
-        self.cache.reorder_cache(torch.tensor(index))
-        self.rows(index)
-
-    @rule(data=st.data())
-    def select(self, data):
-        index = data.draw(
-            st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch)
-        )
-        self.cache.batch_select_indices(torch.tensor(index))
+    @rule(data=st.data(), all_of=st.booleans())
+    def select(self, data, all_of):
+        "Other rows in the place of these, as many or fewer."
+        least = self.batch if all_of else 1
+        rows = st.lists(st.integers(0, self.batch - 1), min_size=least, max_size=self.batch)
+        index = data.draw(rows)
+        move = self.cache.reorder_cache if all_of else self.cache.batch_select_indices
+        move(torch.tensor(index))
         self.rows(index)
 
     @precondition(lambda self: self.batch < 3)
@@ -340,9 +254,8 @@ class Machine(RuleBasedStateMachine):
         with tempfile.TemporaryDirectory() as folder:
             self.cache.save(f"{folder}/c")
             self.cache = TurboQuantCache.load(f"{folder}/c", self.config)
-        for sides in self.dense:
-            for side in sides:
-                side.tail = None
+        for dense in self.dense:
+            dense.tail = None
 
     @rule()
     def offload(self):
@@ -357,16 +270,11 @@ class Machine(RuleBasedStateMachine):
     @rule(what=st.sampled_from(["nan", "heads", "dtype", "batch", "layer"]))
     def refuse(self, what):
         "States that do not fit change nothing; the invariant looks."
-        x = torch.randn(
-            self.batch + (what == "batch"),
-            HEADS + (what == "heads"),
-            2,
-            D,
-            dtype=torch.float64 if what == "dtype" else torch.float32,
-        )
+        shape = self.batch + (what == "batch"), HEADS + (what == "heads"), 2, D
+        x = torch.randn(shape, dtype=torch.float64 if what == "dtype" else torch.float32)
         if what == "nan":
             x[0, 0, 1, 3] = torch.nan
-        with pytest.raises(ValueError, match="must be|must have|no layer 2"):
+        with refuses("must be|must have|no layer 2"):
             self.cache.update(x, x, 2 if what == "layer" else 1)
 
     @invariant()
@@ -374,14 +282,13 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         assert self.cache.get_seq_length() == self.length
-        for layer, sides in zip(self.cache.layers, self.dense):
+        for layer, dense in zip(self.cache.layers, self.dense):
             store = layer.store
             assert store.length == self.length and store.nbytes == expected_nbytes(store)
-            assert list(layer.starts) == store.start.tolist() == sides[0].starts
+            assert list(layer.starts) == store.start.tolist() == dense.start.tolist()
             first = max(layer.first, store.offset)
             assert first == layer.first
-            for side, got in zip(sides, store.read(first)):
-                side.check(got, first)
+            dense.check(store.read(first), first)
 
 
 Machine.TestCase.settings = settings(
@@ -403,7 +310,7 @@ def test_out_of_memory_in_a_cache(held):
     """A layer that failed is as before; the layers before it have taken the chunk, and
     `recover` gives it back. (test_broken_off.py: each line of an append.)"""
     cache = TurboQuantCache(config(), RECIPES["k3v3"], frame=frames())
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     states = lambda n: [torch.randn(2, HEADS, n, D, generator=g) for _ in range(2)]
     for i in range(2 if held else 0):
         cache.update(*states(held), i)
@@ -425,7 +332,7 @@ def test_rows_of_several_layers_that_are_broken_off(change):
     have the same, whichever of them was broken off."""
     cache = TurboQuantCache(config(), RECIPES["k3v3"], frame=frames())
     cache.set_padding(torch.tensor([[0] * 3 + [1] * 17, [1] * 20]))
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     for i in range(2):
         cache.update(*(torch.randn(2, HEADS, 20, D, generator=g) for _ in "kv"), i)
     of = torch.tensor([1, 0])

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import fused, generate, prompt, tiny
+from tests.helpers import QUIETLY, fused, generate, prompt, refuses, texts, tiny
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.store import row_tensors
 from turboquant_nb.kernels import ops
 from turboquant_nb.hf import TurboQuantCache
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 LENGTH = 64
 
 
@@ -108,7 +108,7 @@ def test_compiled_steps(name, padded):
             model(**inputs, past_key_values=eager)
             place = inputs["attention_mask"].sum(1, keepdim=True)
             for i in range(3):
-                ids = prompt(2, 1, seed=10 + i, padded=False)["input_ids"]
+                ids = texts(2, 1, seed=10 + i)
                 position = place + i
                 want = model(
                     ids, past_key_values=eager, position_ids=position, attention_mask=None
@@ -150,7 +150,7 @@ def test_compiled_dense_steps_are_refused():
     cache = static(model, attention="dense")
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
-        with pytest.raises(Exception, match="captured steps need attention on codes"):
+        with refuses("captured steps need attention on codes", Exception):
             torch.compile(model, backend="eager", fullgraph=True)(
                 inputs["input_ids"][:, :1], past_key_values=cache
             )
@@ -164,7 +164,7 @@ def test_a_cache_that_grows_is_not_captured(monkeypatch):
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         monkeypatch.setattr(CAPTURE, "tape", True)
-        with pytest.raises(ValueError, match="only steps of a static cache can be captured"):
+        with refuses("only steps of a static cache can be captured"):
             model(inputs["input_ids"][:, :1], past_key_values=cache)
 
 
@@ -177,7 +177,7 @@ def test_a_pass_asks_the_device_once_for_all_layers(monkeypatch):
     for layers in (2, 7):
         model, asked = tiny("llama", num_hidden_layers=layers), []
         model.set_attn_implementation("turboquant")
-        cache, ids = static(model), prompt(2, 20, padded=False)["input_ids"]
+        cache, ids = static(model), texts(2, 20)
         with torch.no_grad():
             model(ids, past_key_values=cache)
             cache.reset()

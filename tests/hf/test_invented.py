@@ -13,7 +13,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.helpers import exact_recipe
+from tests.helpers import exact_recipe, refuses
 from turboquant_nb.hf import TurboQuantCache
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
@@ -157,14 +157,14 @@ def test_served_or_decoded(attention, why):
 
 def test_refused():
     "Nothing is computed; the reason names what the layers do."
-    with pytest.raises(ValueError, match="no layer that attends to a cache"):
+    with refuses("no layer that attends to a cache"):
         TurboQuantCache(made(Forgets))
-    with pytest.raises(ValueError, match="layers of kind 'folded_attention', which cannot be"):
+    with refuses("layers of kind 'folded_attention', which cannot be"):
         model = made(Hands)
         model.config.layer_types = ["full_attention", "folded_attention"]
         TurboQuantCache(model)
     own = type(
         "Own", (Decoder,), dict(_supports_default_dynamic_cache=classmethod(lambda c: 0))
     )
-    with pytest.raises(ValueError, match="invented takes only a cache of its own kind"):
+    with refuses("invented takes only a cache of its own kind"):
         TurboQuantCache(own(Config(**INNER)))

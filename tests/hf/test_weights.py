@@ -10,6 +10,7 @@ peft = pytest.importorskip("peft")
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
+from tests.helpers import refuses, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = Recipe(Spec(3), Spec(3), recent=512)
@@ -100,7 +101,7 @@ def packed(kind, backend, group=32):
         how = dict(quant_method=kind, bits=4, group_size=group, backend=backend)
         more = dict(desc_act=False, sym=True), dict(zero_point=True, version="gemm")
         config = tiny_config(quantization_config=how | more[kind == "awq"], dtype="float16")
-        g, out = torch.Generator().manual_seed(0), {}
+        g, out = seeded(), {}
         whole = dict(dtype=torch.int32, generator=g)
         for name, x in load(folder).half().state_dict().items():
             if "_proj.weight" not in name:
@@ -154,6 +155,6 @@ def test_tokens_are_those_of_transformers_own_cache(saved, way):
 def test_a_prefix_of_states_is_refused_at_once(saved):
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     model = adapted(config)(saved)
-    with pytest.raises(ValueError, match="PREFIX_TUNING puts a cache of its own"):
+    with refuses("PREFIX_TUNING puts a cache of its own"):
         TurboQuantCache(model, "k3v3")
     TurboQuantCache(model.get_base_model(), "k3v3")

@@ -15,7 +15,7 @@ from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.store import KVStore, tail_with
-from tests.helpers import attended_store, random_frame, tiny
+from tests.helpers import attended_store, random_frame, seeded, tiny
 
 CUDA = torch.cuda.is_available()
 # who serves a step on a processor: the compiled kernel, where there is a compiler
@@ -23,7 +23,7 @@ ON_CPU = "torch" if ops.BACKENDS["cpu"].library.why else "cpu"
 
 
 def filled(device="cpu", decays=False, **kwargs):
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     kind = DecayStore if decays else KVStore
     store = kind(Recipe(**kwargs), 2, 2, 64, device=device)
     store.append(*(torch.randn(2, 2, 300, 64, generator=g).to(device) for _ in range(2)))
@@ -111,7 +111,7 @@ def test_long_chunks_are_the_reference(kind, call, start, dtype, block, monkeypa
     that see nothing give 0 and -inf."""
     monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * block)
     device = "cuda" if CUDA else "cpu"
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device, dtype)
     of = store_class(KINDS[kind])
     store = of(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **around(kind))
@@ -239,7 +239,7 @@ def test_every_backend_serves_ends_of_sequences_or_says_why_not(latent, n, given
     more = dict(H=1, dv=16, center="none") if latent else dict(d=32)
     ends = dict(start=[0, 2, 2, 0], end=[100, 90, 30, 0])
     _, store, _ = attended_store(B=4, G=2, T=100, n=n, tile=64, **ends, **more)
-    g, chunk = torch.Generator().manual_seed(0), {}
+    g, chunk = seeded(), {}
     draw = lambda heads, d: torch.randn(4, heads, n, d, generator=g).to(store.device)
     q = draw(store.heads * 2, 48 if latent else 32)
     if given:
@@ -282,8 +282,8 @@ def test_the_look_up_is_asked_again_when_sequences_end():
 def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
     "By look-up where a code has one table; fractions and signs by the reference."
     store = store_class(KINDS[kind])(KINDS[kind], 2, 2, 64, **around(kind))
-    store.append(*torch.randn(2, 2, 2, 600, 64, generator=torch.Generator().manual_seed(0)))
-    q = torch.randn(2, 8, 1, 64, generator=torch.Generator().manual_seed(1))
+    store.append(*torch.randn(2, 2, 2, 600, 64, generator=seeded()))
+    q = torch.randn(2, 8, 1, 64, generator=seeded(1))
     store.age()
     served = "torch" if kind in ("qjl", "bits") else ON_CPU
     assert ops.select_backend(Call.of(q, store)).backend == served
@@ -296,7 +296,7 @@ def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
 def test_drafts_are_one_call_of_the_kernel(monkeypatch):
     """Each query reads its own recent tokens exactly, in one call for all of them, more than 16
     as well. The mutant is one exact token more."""
-    g, calls, n = torch.Generator().manual_seed(1), [], 18
+    g, calls, n = seeded(1), [], 18
     store = KVStore(Recipe(recent=4), 1, 1, 64, device="cuda" if CUDA else "cpu")
     store.append(*torch.randn(2, 1, 1, 40, 64, generator=g).to(store.device))
     q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))

@@ -7,7 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tests.helpers import Shuffle
+from tests.helpers import QUIETLY, Shuffle
 from tests.quant.lives import lives
 from turboquant_nb.quant import quantizer
 from turboquant_nb.cache.store import bytes_by_kind, expected_nbytes
@@ -17,7 +17,7 @@ from turboquant_nb.testing import same
 from turboquant_nb.theory import centre, transforms
 from turboquant_nb.theory.centre import Centre, Terms, register_centre
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 class Halves(Code):

@@ -15,8 +15,9 @@ from turboquant_nb.theory.rates import truncate
 from turboquant_nb.quant.codes import sign_codebook, sign_gain, sketched_code
 from turboquant_nb.testing import same
 from turboquant_nb.theory import codebook
+from tests.helpers import ONE_THREAD, refuses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def prod(bits=3, d=64, kind="gaussian", **kw):
@@ -64,14 +65,14 @@ def test_gain_uses_the_cells_of_the_table():
 
 
 def test_sign_table_refuses_bases():
-    with pytest.raises(ValueError, match="d = 64, got 2 bits and d = 128"):
+    with refuses("d = 64, got 2 bits and d = 128"):
         sign_codebook(3, 64, base=lloyd_max(2, 128))
-    with pytest.raises(TypeError, match="base must be a Codebook, got int"):
+    with refuses("base must be a Codebook, got int", TypeError):
         sign_codebook(3, base=2)
     uneven = replace(lloyd_max(2, 68), levels64=np.array([-3.0, -1e-3, 1e-3, 3.0]))
-    with pytest.raises(ValueError, match="more than 2 E"):
+    with refuses("more than 2 E"):
         sign_codebook(3, base=uneven)
-    with pytest.raises(TypeError, match="codebook must be a Codebook"):
+    with refuses("codebook must be a Codebook", TypeError):
         sign_gain(None)
 
 
@@ -130,26 +131,24 @@ def test_residual_is_against_the_stored_scale(dtype, scale_dtype, scale, gen):
 def test_refusals(gen):
     q, x = prod(), torch.randn(3, 64, generator=gen)
     for spec in (Spec(bits=3), Spec(bits=3, residual="sign")):
-        with pytest.raises(ValueError, match="spec must have residual='qjl'"):
+        with refuses("spec must have residual='qjl'"):
             sketched_code(spec, 64)
-    with pytest.raises(TypeError, match="spec must be a Spec, got int"):
+    with refuses("spec must be a Spec, got int", TypeError):
         sketched_code(3, 64)
     for bits in (1, 3):  # one bit of the three is the sign
-        with pytest.raises(
-            ValueError, match="codebook must have 2 bits, one less than the spec"
-        ):
+        with refuses("codebook must have 2 bits, one less than the spec"):
             sketched_code(Spec(bits=3, residual="qjl"), 64, codebook=lloyd_max(bits, 64))
     for bits in (1, 2.5, (2,) * 64):
-        with pytest.raises(ValueError, match="bits must be an integer of at least 2"):
+        with refuses("bits must be an integer of at least 2"):
             Spec(bits=bits, residual="qjl")
     coded = q.encode(x)
     for kept in (None, {}, coded.residual | {"residual_norm": None}):
-        with pytest.raises(ValueError, match="signs and residual_norm"):
+        with refuses("signs and residual_norm"):
             q.decode_rotated(coded._replace(residual=kept))
     with pytest.raises(ValueError):
         short = coded.residual | {"signs": coded.residual["signs"][..., :-9]}
         q.decode_rotated(coded._replace(residual=short))
-    with pytest.raises(ValueError, match="the residual of keys needs a scale"):
+    with refuses("the residual of keys needs a scale"):
         q.encode(4e4 * x, name="keys")
     wide = prod(scale_dtype="bfloat16")
     assert decode(wide, wide.encode(4e4 * x)).isfinite().all()
@@ -183,5 +182,5 @@ def test_signs_need_levels_twice_their_step_apart():
         if apart > 2:
             assert residual._split(close).bits == 3
         else:
-            with pytest.raises(ValueError, match="more than 2 E|e| apart"):
+            with refuses("more than 2 E|e| apart"):
                 residual._split(close)

@@ -13,8 +13,9 @@ from turboquant_nb.quant.codes import TrellisCode, make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.trellis import TRELLISES
+from tests.helpers import QUIETLY, refuses, seeded
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = QUIETLY
 
 
 @pytest.mark.parametrize("bits", [2, 3])
@@ -31,7 +32,7 @@ def test_a_whole_model(tmp_path, bits):
     assert serving_recipe(Recipe(side, side)).key.codebook == "trellis"
     one = Spec(1, codebook="trellis")
     why = "key.codebook must be a table or windows that kernels read, got 'trellis': kernels"
-    with pytest.raises(ValueError, match=why):
+    with refuses(why):
         serving_recipe(Recipe(one, side))
 
 
@@ -61,7 +62,7 @@ def test_symbols_are_equal_on_every_processor(capsys):
 @pytest.mark.parametrize("d", [16, 48, 80, 112, 256])
 def test_head_sizes_and_dtypes(d, dtype):
     q = make_quantizer(Spec(2, codebook="trellis"), d)
-    x = torch.randn(64, d, generator=torch.Generator().manual_seed(d)).to(dtype)
+    x = torch.randn(64, d, generator=seeded(d)).to(dtype)
     table = make_quantizer(Spec(2), d)
     loss = lambda q: float((x.float() - decode(q, encode(q, x))).square().sum())
     assert loss(q) < 0.9 * loss(table)
@@ -69,7 +70,7 @@ def test_head_sizes_and_dtypes(d, dtype):
 
 def test_decay_is_refused():
     side = Spec(3, codebook="trellis")
-    with pytest.raises(ValueError, match="whose code has a coarser one"):
+    with refuses("whose code has a coarser one"):
         DecayStore(Recipe(side, side, decay=64), 1, 1, 64)
     mixed = DecayStore(Recipe(side, Spec(4), decay=64), 1, 1, 64, tile=64)
     mixed.append(*torch.randn(2, 1, 1, 200, 64))

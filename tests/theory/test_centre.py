@@ -15,6 +15,7 @@ from turboquant_nb.theory.centre import (
     rows_at,
     shared_cos_sin,
 )
+from tests.helpers import refuses
 
 
 def test_a_table_grows_by_whole_steps_and_keeps_its_rows():
@@ -56,7 +57,7 @@ def test_one_table_serves_all_layers_of_the_same_frequencies():
     ),
 )
 def test_what_are_no_frequencies(frequencies, d, kind, said):
-    with pytest.raises(kind, match=said):
+    with refuses(said, kind):
         shared_cos_sin(frequencies, d, "cpu")
     assert shared_cos_sin(torch.ones(4), 8, "cpu").inv_freq.shape == (4,)
 
@@ -69,38 +70,12 @@ def test_rows_of_padding_are_those_of_the_first_token():
     same(rows[1, 0], table[[0, 0, 1]])
 
 
-@pytest.mark.parametrize("rotary", (4, 6, 2))
-@pytest.mark.parametrize("name", ("none", "fixed", "pre_rope"))
-def test_a_query_gets_back_what_the_codes_lost(name, rotary):
-    """q · k = q · (k - at) + terms, at each position, whatever the mean; the output of values
-    likewise. Mutants: a sign of the sines, the channels that RoPE leaves alone left out."""
-    g = torch.Generator().manual_seed(rotary)
-    centre, start = CENTRES[name], [0, 1]
-    noise = torch.randn(2, 3, 7, 6, generator=g)
-    mean = 2 * torch.randn(2, 3, 1, 6, generator=g) if centre.holds_mean else None
-    q = torch.randn(2, 3, 5, 6, generator=g)
-    table = CosSinCache(0.7 ** torch.arange(1.0, rotary // 2 + 1)).reach(8)
-    rows = rows_at(table, torch.tensor(start), torch.arange(7)) if centre.rotates else None
-    at = centre.at(mean, rows)
-    assert (mean is None) == (at is None) == (name == "none")
-    assert at is None or at.shape[-2] == (7 if centre.rotates else 1)
-    x = noise if at is None else noise + at
-    back = centre.query(q, mean, rotary).scores(rows)
-    torch.testing.assert_close(q @ noise.mT + back, q @ x.mT, rtol=1e-4, atol=1e-4)
-    if name != "pre_rope":
-        weights = torch.rand(2, 3, 5, 7, generator=g)
-        out = centre.output(weights @ noise, weights.sum(-1, keepdim=True), mean)
-        torch.testing.assert_close(out, weights @ x, rtol=1e-4, atol=1e-4)
-    assert (centre.name, centre.kind) == {
-        "none": ("none", "none"),
-        "fixed": ("fixed", "fixed"),
-        "pre_rope": ("pre_rope", "rotating"),
-    }[name]
-
-
-def test_what_a_centre_refuses():
-    for name in ("none", "fixed", "pre_rope"):  # other tests register more
-        assert CENTRES[name].refuses("kernels") == ""
+def test_what_a_centre_says_of_itself():
+    kinds = dict(none="none", fixed="fixed", pre_rope="rotating")
+    for name, kind in kinds.items():  # other tests register more
+        centre = CENTRES[name]
+        assert (centre.name, centre.kind, centre.refuses("kernels")) == (name, kind, "")
+        assert centre.holds_mean == (name != "none") and centre.rotates == (name == "pre_rope")
     own = Centre()
     own.name = "of the page"
     assert "taken out by PyTorch" in own.refuses("kernels")

@@ -1,14 +1,12 @@
-"""The sign sketch: matrices, exact variances two ways, bits byte for byte, scores from bytes
-equal to the dense formula. That estimates have these means and variances is measured in chapter
-13."""
+"""The sign sketch: matrices, bits byte for byte, scores from bytes
+equal to the dense formula. Means and variances are measured in chapter 7."""
 
 import math
-from functools import lru_cache
 
 import pytest
 import torch
 
-from turboquant_nb.testing import bounded, same, within_z
+from turboquant_nb.testing import bounded, same
 from turboquant_nb.theory.qjl import (
     pack_signs,
     qjl_decode,
@@ -19,11 +17,11 @@ from turboquant_nb.theory.qjl import (
     sketch_matrix,
     unpack_signs,
 )
-from turboquant_nb.theory.rotation import haar, hadamard, hadamard_form
+from turboquant_nb.theory.rotation import haar, hadamard
+from tests.helpers import ONE_THREAD, Largest, refuses
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 KINDS = ("gaussian", "orthogonal", "hadamard")
-C = math.sqrt(math.pi / 2)
 
 
 def mean_length(d):
@@ -33,21 +31,6 @@ def mean_length(d):
     while at < d:
         length, at = length * (at + 1) / at, at + 2
     return length
-
-
-@lru_cache(maxsize=1)  # pairs vary fastest below, so each set of sketches is drawn once
-def sketches(kind, d, m, n):
-    return (
-        sketch_matrix(n * (m if kind == "gaussian" else d), d, kind)
-        .view(n, -1, d)[:, :m]
-        .double()
-    )
-
-
-def terms(kind, q, r, m, n):
-    "n independent estimates of ⟨q, r⟩ from m <= d rows, fp64."
-    S = sketches(kind, len(r), m, n)
-    return float(r.norm()) * C * ((S @ q) * (2.0 * (S @ r > 0) - 1)).mean(-1)
 
 
 # ---- the matrix
@@ -104,47 +87,16 @@ def test_sketch_shares_no_draws_with_the_rotation_of_its_seed(d):
 # ---- mean and variance
 
 
-def exact_orthogonal_variance(alpha, beta, m, d):
-    "V through the moments of A = Σ|c_i| and B instead of covariances; ‖r‖ = 1, m <= d, d >= 2."
-    L, mu = mean_length(d), math.sqrt(2 / math.pi)
-    a1, a2 = m * mu / L, (m * (1 - mu**2) + (m * mu) ** 2) / d
-    return (C * L / m) ** 2 * (alpha**2 * (a2 - a1**2) + beta**2 * (m - a2) / (d - 1))
-
-
-@pytest.mark.parametrize("d", [2, 3, 8, 64, 129])
-def test_variance_two_ways(d):
+@pytest.mark.parametrize("d", [2, 8, 129])
+def test_variance_of_blocks(d):
+    "More rows than channels are blocks of their own; in one dimension the sign is everything."
     r, across = torch.eye(d, dtype=torch.float64)[:2]
-    for m in sorted({1, 2, d // 2 + 1, d - 1, d} & set(range(1, d + 1))):
-        for alpha, beta in ((1, 0), (0, 1), (0.6, 0.8), (-2, 0.3)):
-            q = alpha * r + beta * across
-            gaussian = 9 * (math.pi / 2 * float(q @ q) - alpha**2) / m
-            assert float(qjl_variance(q, 3 * r, m)) == pytest.approx(gaussian, rel=1e-12)
-            got = float(qjl_variance(q, 3 * r, m, "orthogonal"))
-            assert got == pytest.approx(
-                9 * exact_orthogonal_variance(alpha, beta, m, d), rel=1e-9, abs=1e-13
-            )
-    blocks = [qjl_variance(across, r, k, "orthogonal") * k * k for k in (d, d, 1)]  # m = 2d + 1
-    assert float(qjl_variance(across, r, 2 * d + 1, "orthogonal")) == pytest.approx(
-        float(sum(blocks)) / (2 * d + 1) ** 2, rel=1e-12
-    )
-    one = torch.ones(1)  # in one dimension the sign is everything
+    blocks = [qjl_variance(across, r, k, "orthogonal") * k * k for k in (d, d, 1)]
+    want = float(sum(blocks)) / (2 * d + 1) ** 2
+    got = qjl_variance(across, r, 2 * d + 1, "orthogonal")
+    assert float(got) == pytest.approx(want, rel=1e-12)
+    one = torch.ones(1)
     assert 0 <= float(qjl_variance(one, one, 3, "orthogonal")) < 1e-12
-
-
-def test_hadamard_rows_come_in_random_order():
-    """Rows without replacement of a balanced column: variance (π/2)(L²/d)(d-m)/(m(d-1)). The
-    first rows of Sylvester's matrix repeat along the channels and average nothing."""
-    d, m, n = 16, 4, 6000
-    r, q = torch.eye(d, dtype=torch.float64)[[0, 4]]
-    e = terms("hadamard", q, r, m, n)
-    V = math.pi / 2 * mean_length(d) ** 2 / d * (d - m) / (m * (d - 1))
-    top = (
-        math.pi / 2 * mean_length(d) ** 2 / d
-    )  # largest possible square, so sd of the square <= √(V top)
-    within_z(e.square(), V, math.sqrt(V * top))
-    H = hadamard(d, 0).double()[:m] * mean_length(d)  # mutant: the first rows
-    bounded(3 * V, float((C * (H @ q) * (2.0 * (H @ r > 0) - 1)).mean() ** 2))
-    assert hadamard_form(d) == "sylvester"
 
 
 # ---- signs and bytes
@@ -186,23 +138,12 @@ def test_scores_never_hold_one_float_per_sign(gen):
     "Peak of a single allocation: the output and the tables, not T × m floats."
     S, T = sketch_matrix(128, 64), 4096
     packed, norm = qjl_encode(torch.randn(T, 64, generator=gen), S)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for t in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(t, torch.Tensor):
-                    largest = max(largest, t.untyped_storage().nbytes())
-            return out
-
-    with Watch():
+    with Largest() as scores:
         qjl_scores(torch.randn(1, 64, generator=gen), packed, norm, S)
-    bounded(largest, T * 128, name="largest tensor in bytes")  # a quarter of ±1 floats
-    with Watch():
+    bounded(scores.bytes, T * 128, name="largest tensor in bytes")  # a quarter of ±1 floats
+    with Largest() as whole:
         qjl_decode(packed, norm, S)
-    bounded(T * 128 * 4, largest, name="decode does hold them")
+    bounded(T * 128 * 4, whole.bytes, name="decode does hold them")
 
 
 # ---- errors
@@ -214,7 +155,6 @@ NAN, INF = math.nan, math.inf
 def test_bad_vectors(f):
     S, r = sketch_matrix(11, 8), torch.ones(3, 8)
     for error, text, args in [
-        (ValueError, "r must be finite", (torch.tensor([1.0] * 7 + [INF]), S)),
         (ValueError, "r must be finite", (torch.full((8,), 1e39, dtype=torch.float64), S)),
         (ValueError, "S must be finite", (r, S.clone().index_fill(0, torch.tensor([2]), NAN))),
         (TypeError, "S must be a floating-point tensor", (r, S.int())),
@@ -222,19 +162,16 @@ def test_bad_vectors(f):
         (ValueError, r"S must have shape \[m, d\]", (r, S[:0])),
         (ValueError, "r must be on cpu like the sketch, got meta", (r.to("meta"), S)),
     ]:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             f(*args)
 
 
 def test_bad_bits_and_bytes():
-    with pytest.raises(TypeError, match="packed must be a uint8 tensor"):
+    with refuses("packed must be a uint8 tensor", TypeError):
         unpack_signs(torch.ones(8, dtype=torch.long), 8)
     for wrong in (torch.tensor(1, dtype=torch.uint8), torch.ones(3, 0, dtype=torch.uint8)):
-        with pytest.raises(ValueError, match="bits must have shape"):
+        with refuses("bits must have shape"):
             pack_signs(wrong)
-    for m in (8, 17):
-        with pytest.raises(ValueError, match="packed must have shape"):
-            unpack_signs(torch.zeros(3, 2, dtype=torch.uint8), m)
 
 
 def test_bad_scores_and_decode(gen):
@@ -242,7 +179,6 @@ def test_bad_scores_and_decode(gen):
     packed, norm = qjl_encode(torch.randn(5, 8, generator=gen), S)
     cases = [
         (ValueError, "q must have shape", (q[0], packed, norm, S)),
-        (ValueError, "a score overflows float32", (q * 1e38, packed, norm, S)),
         (TypeError, "q must be a floating-point", (q.int(), packed, norm, S)),
         (ValueError, "q must be finite", (q * INF, packed, norm, S)),
         (
@@ -257,7 +193,7 @@ def test_bad_scores_and_decode(gen):
         (ValueError, "norm must be on cpu", (q, packed, norm.to("meta"), S)),
     ]
     for error, text, args in cases:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             qjl_scores(*args)
     bits = sign_bits(torch.ones(5, 8), S)
     for error, text, args in [
@@ -267,7 +203,7 @@ def test_bad_scores_and_decode(gen):
         (ValueError, "norm must have shape", (bits, norm[:2], S)),
         (ValueError, "signs must be on cpu", (bits.to("meta"), norm, S)),
     ]:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             qjl_decode(*args)
 
 
@@ -283,7 +219,7 @@ def test_bad_variance():
         (ValueError, "q and r must have shape", (x[:, :0], x[:, :0], 4)),
         (ValueError, "leading dimensions of q and r must broadcast", (x, x[:2], 4)),
     ]:
-        with pytest.raises(error, match=text):
+        with refuses(text, error):
             qjl_variance(*args)
 
 

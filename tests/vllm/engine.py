@@ -34,13 +34,7 @@ import transformers
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from bench.models import told_by_layer
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM
 
 SIZES = dict(
     hidden_size=256,
@@ -55,97 +49,77 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
-seen = dict(
-    all=0,
-    calls=0,
-    decodes=0,
-    grouped=0,
-    chunks=0,
-    chunks_with_past=0,
-    drafted=0,
-    sliding=0,
-    learnt=0,
-    shared=0,
-    split=0,
-    centred=0,
-    worst=0.0,
-    preempted=0,
-    recent=0,
-    firsts=0,
-    followed=0,
-    at_edge=0,
-    miscoded=0,
+COUNTS = (
+    "all calls decodes grouped chunks chunks_with_past drafted sliding learnt shared split centred "
+    "preempted recent firsts followed at_edge miscoded"
 )
+seen = dict.fromkeys(COUNTS.split(), 0) | dict(worst=0.0)
 preempted = set()  # identifiers of requests
 
 
-def llama(folder, seed=0):
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).float()
-    model.lm_head.weight.data *= 4  # few near ties
+def saved(folder, config, louder=4, change=lambda model: None):
+    "A random model of a configuration, whose logits are so much larger: few near ties."
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    change(model)
+    model.lm_head.weight.data *= louder
     model.save_pretrained(folder)
     return str(folder)
 
 
+def llama(folder):
+    return saved(folder, LlamaConfig(**SIZES, tie_word_embeddings=False))
+
+
 def gemma(folder):
     "Layers with a sliding window and without, and a soft cap."
-    torch.manual_seed(0)
-    more = dict(
+    config = Gemma2Config(
+        **SIZES | dict(num_hidden_layers=4),
         sliding_window=100,
         attn_logit_softcapping=3.0,
         final_logit_softcapping=None,
         query_pre_attn_scalar=64,
     )
-    Gemma2ForCausalLM(
-        Gemma2Config(**SIZES | dict(num_hidden_layers=4), **more)
-    ).float().save_pretrained(folder)
-    return str(folder)
+    return saved(folder, config, 1)
 
 
 def gpt_oss(folder):
     "A learnt logit in each head's softmax, experts, every second layer with a window."
-    torch.manual_seed(0)
     sizes = SIZES | dict(num_hidden_layers=4, intermediate_size=128, initializer_range=0.2)
-    model = transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(
-            **sizes,
-            sliding_window=100,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            tie_word_embeddings=False,
-        )
-    ).float()
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data.uniform_(0, 4)
-    model.lm_head.weight.data *= 4
-    model.save_pretrained(folder)
-    return str(folder)
+    config = transformers.GptOssConfig(
+        **sizes,
+        sliding_window=100,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+
+    def learn(model):
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.uniform_(0, 4)
+
+    return saved(folder, config, change=learn)
 
 
 def gemma_4(folder, layers=5, shared=0):
     """Heads of 256 channels in layers with a window, of 512 in the others, which have fewer of
     them, and values that are their keys' projection. The last layers read the caches of
     others."""
-    torch.manual_seed(0)
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 3
     wide = dict(head_dim=512, num_key_value_heads=1)
     sizes = SIZES | dict(head_dim=256, num_attention_heads=4, num_key_value_heads=4)
-    model = transformers.Gemma4ForCausalLM(
-        transformers.Gemma4TextConfig(
-            **sizes | dict(num_hidden_layers=layers),
-            layer_types=kinds[1 : layers + 1],
-            per_layer_config={i: wide for i in range(1, layers, 3)},
-            attention_k_eq_v=not shared,
-            num_kv_shared_layers=shared,
-            tie_word_embeddings=False,
-            sliding_window=100,
-            hidden_size_per_layer_input=0,
-            pad_token_id=0,
-        )
-    ).float()
-    model.lm_head.weight.data *= 4 + 2 * shared
-    model.save_pretrained(folder)
-    return str(folder)
+    config = transformers.Gemma4TextConfig(
+        **sizes | dict(num_hidden_layers=layers),
+        layer_types=kinds[1 : layers + 1],
+        per_layer_config={i: wide for i in range(1, layers, 3)},
+        attention_k_eq_v=not shared,
+        num_kv_shared_layers=shared,
+        tie_word_embeddings=False,
+        sliding_window=100,
+        hidden_size_per_layer_input=0,
+        pad_token_id=0,
+    )
+    return saved(folder, config, 4 + 2 * shared)
 
 
 def deepseek(folder):
@@ -153,32 +127,24 @@ def deepseek(folder):
     sizes = SIZES | dict(num_attention_heads=4, num_key_value_heads=4)
     del sizes["head_dim"]
     latents = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
-    config = transformers.DeepseekV2Config(
-        **sizes, **latents, q_lora_rank=None, first_k_dense_replace=3
-    )
-    transformers.DeepseekV2ForCausalLM(config).float().save_pretrained(folder)
-    return str(folder)
+    more = dict(q_lora_rank=None, first_k_dense_replace=3)
+    return saved(folder, transformers.DeepseekV2Config(**sizes, **latents, **more))
 
 
 def nemotron_h(folder):
     "Layers that hold a state of one size (Mamba 2), and layers with attention."
-    torch.manual_seed(0)
     sizes = SIZES | dict(initializer_range=0.2)
     del sizes["num_hidden_layers"]
-    model = transformers.NemotronHForCausalLM(
-        transformers.NemotronHConfig(
-            **sizes,
-            layers_block_type=["mamba", "attention", "mamba", "mlp", "attention", "mamba"],
-            ssm_state_size=32,
-            mamba_num_heads=8,
-            mamba_head_dim=64,
-            n_groups=2,
-            use_mamba_kernels=False,
-        )
-    ).float()
-    model.lm_head.weight.data *= 4
-    model.save_pretrained(folder)
-    return str(folder)
+    config = transformers.NemotronHConfig(
+        **sizes,
+        layers_block_type=["mamba", "attention", "mamba", "mlp", "attention", "mamba"],
+        ssm_state_size=32,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        n_groups=2,
+        use_mamba_kernels=False,
+    )
+    return saved(folder, config)
 
 
 def calibration(folder, path):
@@ -402,103 +368,84 @@ def random_prompts(*lengths, seed=1):
     return [torch.randint(3, 1000, (n,), generator=g).tolist() for n in lengths]
 
 
+def served(llm, *batches, new=12):
+    """Batches of prompts, one after the other: the tokens that each gets, and how many of its
+    own were known."""
+    outs = [o for batch in batches for o in generate(llm, batch, sampled(new))]
+    tokens = [list(o.outputs[0].token_ids) for o in outs]
+    return dict(tokens=tokens, cached=[o.num_cached_tokens for o in outs])
+
+
+def ranked(llm, prompts, new=40):
+    "(tokens, the two likeliest of each step) of each prompt."
+    outs = generate(llm, prompts, sampled(new, logprobs=2))
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outs]
+
+
+FIRSTS = dict(recent=24, sinks=4)
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
+
+
+def replayed(*sizes):
+    "What an engine is told that replays steps of so many tokens from graphs."
+    how = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    how["cudagraph_capture_sizes"] = [*sizes]
+    return dict(enforce_eager=False, compilation_config=how)
+
+
 def plain(folder):
     """Three requests in chunks of 64, two that begin with blocks of others, four in too few
     blocks."""
     llm, prompts = engine(llama(folder / "llama"), 10), random_prompts(130, 75, 200)
-    prompts += [prompts[0] + prompts[1][:20], prompts[2][:150]]
-    tokens, cached = [], []
-    for batch in (prompts[:3], prompts[3:]):
-        for o in generate(llm, batch, sampled(12)):
-            tokens.append(list(o.outputs[0].token_ids))
-            cached.append(o.num_cached_tokens)
-    generate(
-        llm,
-        [*(prompts[i][:60] for i in (0, 1, 2)), prompts[2][100:160]],
-        sampled(80 if CUDA else 150),
-    )
-    found = dict(tokens=tokens, cached=cached)
+    known = [prompts[0] + prompts[1][:20], prompts[2][:150]]
+    found = served(llm, prompts, known)
+    some = [*(p[:60] for p in prompts), prompts[2][100:160]]
+    generate(llm, some, sampled(80 if CUDA else 150))
     if (
         not CUDA
     ):  # a prompt in one chunk is attended to exactly: the first token is the dense model's
-        first = (
-            LlamaForCausalLM.from_pretrained(folder / "llama")(torch.tensor([prompts[1][:40]]))
-            .logits[0, -1]
-            .argmax()
-        )
-        found["first_token_equal"] = (
-            int(first)
-            == generate(llm, [prompts[1][:40]], sampled(1))[0].outputs[0].token_ids[0]
-        )
+        one = prompts[1][:40]
+        logits = LlamaForCausalLM.from_pretrained(folder / "llama")(torch.tensor([one])).logits
+        first = served(llm, [one], new=1)["tokens"]
+        found["first_token_equal"] = first == [[int(logits[0, -1].argmax())]]
     return found
 
 
 def recent(folder):
     """Requests in chunks, one that begins with blocks of another, whose last 24 tokens are read
     exactly."""
-    llm, prompts = (
-        engine(llama(folder / "llama"), 50, of=dict(recent=24)),
-        random_prompts(130, 75, 200),
-    )
-    tokens, cached = [], []
-    for batch in (
-        prompts,
-        [prompts[0] + prompts[1][:20], prompts[2][:150]],
-        [*(p[:60] for p in prompts), prompts[2][100:160]],
-    ):
-        for o in generate(llm, batch, sampled(150 if len(batch) > 3 else 12)):
-            tokens.append(list(o.outputs[0].token_ids))
-            cached.append(o.num_cached_tokens)
-    return dict(tokens=tokens, cached=cached)
+    llm = engine(llama(folder / "llama"), 50, of=dict(recent=24))
+    prompts = random_prompts(130, 75, 200)
+    found = served(llm, prompts, [prompts[0] + prompts[1][:20], prompts[2][:150]])
+    served(llm, [*(p[:60] for p in prompts), prompts[2][100:160]], new=150)
+    return found
 
 
 def firsts(folder):
     """The same with 4 exact first tokens in the pages of recent ones, of which each has two.
     Prompts of one step begin with blocks of one another, two requests deep; prompts of 1 to 5
     tokens."""
-    llm, (a, b, c) = (
-        engine(
-            llama(folder / "llama"),
-            300,
-            of=dict(recent=24, sinks=4),
-            max_num_batched_tokens=512,
-        ),
-        random_prompts(130, 75, 200),
-    )
-    tokens, cached = [], []
+    llm = engine(llama(folder / "llama"), 300, FIRSTS, max_num_batched_tokens=512)
+    a, b, c = random_prompts(130, 75, 200)
     together = [a[:70], a[:64] + b[:70], a[:64] + b[:64] + c[:20], a[:64] + b[:64] + c[:1]]
-    for batch in (together, [a, b, c], [a + b[:20], c[:150]], [a[:n] for n in (1, 2, 3, 5)]):
-        for o in generate(llm, batch, sampled(12)):
-            tokens.append(list(o.outputs[0].token_ids))
-            cached.append(o.num_cached_tokens)
-    return dict(tokens=tokens, cached=cached)
+    short = [a[:n] for n in (1, 2, 3, 5)]
+    return served(llm, together, [a, b, c], [a + b[:20], c[:150]], short)
 
 
 def trellis(folder):
     "Codes of a trellis, 24 recent and 4 first tokens, in chunks, with a prefix hit."
-    of = dict(recipe="k2v2-trellis", recent=24, sinks=4)
+    of = dict(FIRSTS, recipe="k2v2-trellis")
     llm = engine(llama(folder / "llama"), 300, of, block_size=128)
-    prompts, cached = random_prompts(200, 75), []
-    for batch in (prompts, [prompts[0] + prompts[1][:20]]):
-        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(12))]
-    return dict(cached=cached)
+    one, other = random_prompts(200, 75)
+    return served(llm, [one, other], [one + other[:20]])
 
 
 def firsts_few(folder):
     """The same in too few blocks: short prompts are let in, whose windows grow. Steps of 16
     tokens, so that who comes back does in chunks."""
-    llm, (a, b, c) = (
-        engine(
-            llama(folder / "llama"), 38, of=dict(recent=24, sinks=4), max_num_batched_tokens=16
-        ),
-        random_prompts(130, 75, 200),
-    )
-    return dict(
-        tokens=[
-            list(o.outputs[0].token_ids)
-            for o in generate(llm, [a[:12], b[:8], c[:20], c[100:105]], sampled(150))
-        ]
-    )
+    llm = engine(llama(folder / "llama"), 38, FIRSTS, max_num_batched_tokens=16)
+    a, b, c = random_prompts(130, 75, 200)
+    return served(llm, [a[:12], b[:8], c[:20], c[100:105]], new=150)
 
 
 def at_once(folder):
@@ -506,8 +453,8 @@ def at_once(folder):
     ran at once, each with its whole prompt, and how many were thrown out. None has written all
     its tokens before the last prompt is read."""
     length, new, found = 512, 160, []
-    of = dict(recent=24, sinks=4)
-    llm = engine(llama(folder / "llama"), 500, of, max_num_batched_tokens=128, max_num_seqs=64)
+    room = dict(max_num_batched_tokens=128, max_num_seqs=64)
+    llm = engine(llama(folder / "llama"), 500, FIRSTS, **room)
     said = llm.llm_engine.vllm_config.cache_config
     most = int(said.kv_cache_max_concurrency)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -525,15 +472,9 @@ def at_once(folder):
 
 def firsts_short(folder):
     "Prompts that come three tokens a step, fewer than the 4 first tokens."
-    llm = engine(
-        llama(folder / "llama"), 200, of=dict(recent=2, sinks=4), long_prefill_token_threshold=3
-    )
-    return dict(
-        tokens=[
-            list(o.outputs[0].token_ids)
-            for o in generate(llm, random_prompts(50, 2, 4, 30), sampled(20))
-        ]
-    )
+    of, each = dict(recent=2, sinks=4), dict(long_prefill_token_threshold=3)
+    llm = engine(llama(folder / "llama"), 200, of, **each)
+    return served(llm, random_prompts(50, 2, 4, 30), new=20)
 
 
 def in_transformers(path, prompts):
@@ -550,9 +491,7 @@ def dense(path, prompts=None):
         prompts = json.loads((Path(path) / "prompts.json").read_text())
         own = dict(attention_backend="TRITON_ATTN" if by_layer(path) else None) if CUDA else {}
         llm = engine(str(path), 400, additional_config={}, **own)
-        return dict(
-            tokens=[list(o.outputs[0].token_ids) for o in generate(llm, prompts, sampled(40))]
-        )
+        return served(llm, prompts, new=40)
     (Path(path) / "prompts.json").write_text(json.dumps(prompts))
     line = [sys.executable, __file__, path, "dense"]
     without = os.environ | {"VLLM_PLUGINS": ""}
@@ -567,11 +506,7 @@ def exact(folder, make=llama, other=None, blocks=400):
     engine, which rounds as ours does."""
     other = other or (dense if CUDA else in_transformers)
     path, prompts = make(folder / make.__name__), random_prompts(130, 75, 200)
-    llm = engine(path, blocks, of=dict(recent=512, means=False))
-    ours = [
-        (o.outputs[0].token_ids, o.outputs[0].logprobs)
-        for o in generate(llm, prompts, sampled(40, logprobs=2))
-    ]
+    ours = ranked(engine(path, blocks, of=dict(recent=512, means=False)), prompts)
     theirs = [(tokens, ranks) for tokens, (_, ranks) in zip(other(path, prompts), ours)]
     decided, wrong = compare(ours, theirs)
     return dict(decided=decided, wrong=wrong)
@@ -610,9 +545,14 @@ def exact_states(folder):
 
 def states(folder):
     "Codes beside such layers, in blocks that the engine grew, with recent and first tokens."
-    llm = engine(nemotron_h(folder / "nemotron_h"), 100, of=dict(recent=24, sinks=4))
-    generate(llm, random_prompts(300, 130, 40), sampled(30))
-    return {}
+    llm = engine(nemotron_h(folder / "nemotron_h"), 100, FIRSTS)
+    return served(llm, random_prompts(300, 130, 40), new=30)
+
+
+def in_turns(llm):
+    "Three prompts in chunks, then one that begins with blocks of another."
+    prompts = random_prompts(300, 130, 40)
+    return served(llm, prompts, [prompts[1] + prompts[0][:70]], new=30)
 
 
 def sizes(folder, make=gemma_4):
@@ -620,12 +560,9 @@ def sizes(folder, make=gemma_4):
     pages of one size: of twice as many tokens in those with fewer bytes."""
     from turboquant_nb.vllm import pages as ours
 
-    llm = engine(make(folder / "gemma_4"), 600, of=dict(recent=24, sinks=4))
-    prompts, cached = random_prompts(300, 130, 40), []
-    for batch in (prompts, [prompts[1] + prompts[0][:70]]):
-        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
+    found = in_turns(engine(make(folder / "gemma_4"), 600, FIRSTS))
     pages = ours.PageBackend.pages
-    return dict(cached=cached, pages={n: pages.tokens_of(n) for n in sorted(pages.sizes)})
+    return found | dict(pages={n: pages.tokens_of(n) for n in sorted(pages.sizes)})
 
 
 def shared(folder):
@@ -635,12 +572,7 @@ def shared(folder):
 
 def learnt(folder):
     "Codes with learnt logits, 24 recent and 4 first tokens, in chunks, with a prefix hit."
-    of = dict(recent=24, sinks=4, means=False)
-    llm = engine(gpt_oss(folder / "gpt_oss"), 1000, of=of)
-    prompts, cached = random_prompts(300, 130, 40), []
-    for batch in (prompts, [prompts[1] + prompts[0][:70]]):
-        cached += [o.num_cached_tokens for o in generate(llm, batch, sampled(30))]
-    return dict(cached=cached)
+    return in_turns(engine(gpt_oss(folder / "gpt_oss"), 1000, dict(FIRSTS, means=False)))
 
 
 def copying(cut=lambda page: page):
@@ -762,8 +694,7 @@ def offload(folder, of=None, cut=lambda page: page):
     log-probabilities, to the last bit, as with prefixes that stayed. On a GPU, which copies
     while it computes, steps have other requests, so there up to the first near tie."""
     moved, path = copying(cut), llama(folder / "llama")
-    of = dict(recent=24, sinks=4) if of is None else of
-    llm = engine(path, 1000, of, kv_transfer_config=offloading())
+    llm = engine(path, 1000, FIRSTS if of is None else of, kv_transfer_config=offloading())
     lengths = 130, 200, 330, *(range(140, 340, 20) if CUDA else ())
     prompts, found, cached = random_prompts(*lengths), [], []
     for turn in range(3):  # computed, from the engine's memory, from the host's
@@ -788,12 +719,9 @@ def refuse(folder):
     "What an engine says that is asked for what is not served."
     path, refused = llama(folder / "llama"), {}
     other = calibration(path, folder / "other.safetensors")
-    LlamaForCausalLM(LlamaConfig(**SIZES | dict(num_hidden_layers=2))).save_pretrained(
-        folder / "short"
-    )
-    LlamaForCausalLM(
-        LlamaConfig(**SIZES | dict(num_hidden_layers=2, attention_bias=True))
-    ).save_pretrained(folder / "bias")
+    few = SIZES | dict(num_hidden_layers=2)
+    saved(folder / "short", LlamaConfig(**few))
+    saved(folder / "bias", LlamaConfig(**few, attention_bias=True))
     cases = dict(
         recipe=dict(of=dict(recipe="k9v9")),
         bias=dict(folder=str(folder / "bias")),
@@ -830,23 +758,12 @@ def drafts(folder, tokens=0, sinks=0):
     """Prompts that repeat themselves, an engine that drafts what followed the last time, keys
     by a calibration."""
     path = llama(folder / "llama")
-    how = dict(
-        method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
-    )
-    llm = engine(
-        path,
-        200 if tokens else 64,
-        of=dict(
-            calibration=calibration(path, folder / "c.safetensors"), recent=tokens, sinks=sinks
-        ),
-        speculative_config=how,
-    )
-    (a, b), out = random_prompts(20, 30), []
-    for o in generate(
-        llm, [a * 7, b * 5, a + b + a], sampled(150)
-    ):  # so long that greedy tokens come to repeat themselves, whatever the processor
-        out.append(list(o.outputs[0].token_ids))
-    return dict(tokens=out)
+    of = dict(calibration=calibration(path, folder / "c.safetensors"))
+    of |= dict(recent=tokens, sinks=sinks)
+    llm = engine(path, 200 if tokens else 64, of, speculative_config=NGRAM)
+    a, b = random_prompts(20, 30)
+    # so long that greedy tokens come to repeat themselves, whatever the processor
+    return served(llm, [a * 7, b * 5, a + b + a], new=150)
 
 
 def drafts_recent(folder):
@@ -862,12 +779,7 @@ def drafts_firsts(folder):
 def hybrid(folder):
     """Two kinds of layers, each with blocks of its own: those of a sliding window are freed
     while requests go on."""
-    llm = engine(gemma(folder / "gemma"))
-    out = [
-        list(o.outputs[0].token_ids)
-        for o in generate(llm, random_prompts(300, 130, 40), sampled(30))
-    ]
-    return dict(tokens=out)
+    return served(engine(gemma(folder / "gemma")), random_prompts(300, 130, 40), new=30)
 
 
 def random(folder, requests=200, blocks=14, of=None):
@@ -933,10 +845,8 @@ def random(folder, requests=200, blocks=14, of=None):
     pairs, moved = [], {int(x.split("-")[0]) for x in preempted}
     for i in sorted(set(found) - cancelled - moved)[: 60 if CUDA else requests]:
         llm.reset_prefix_cache()
-        alone = generate(llm, [work[i]["prompt"]], sampled(work[i]["new"], logprobs=2))[
-            0
-        ].outputs[0]
-        pairs.append([(x.token_ids, x.logprobs) for x in (found[i], alone)])
+        both = found[i].token_ids, found[i].logprobs
+        pairs.append([both, *ranked(llm, [work[i]["prompt"]], work[i]["new"])])
     decided, wrong = compare(*zip(*pairs))
     return dict(
         finished=len(found),
@@ -978,21 +888,11 @@ def parallel(folder):
     in_workers(folder, "in_worker")
     os.environ["ENGINE_TEST_FOUND"] = str(folder / "found")
     path, prompts, out = llama(folder / "llama"), random_prompts(130, 75, 200, 20), []
-    of = dict(calibration=calibration(path, folder / "c.safetensors"), recent=24, sinks=4)
+    of = dict(FIRSTS, calibration=calibration(path, folder / "c.safetensors"))
     for ranks in (2, 1):
-        llm = engine(
-            path,
-            200,
-            of,
-            tensor_parallel_size=ranks,
-            **({"distributed_executor_backend": "mp"} if ranks > 1 else {}),
-        )
-        out.append(
-            [
-                (o.outputs[0].token_ids, o.outputs[0].logprobs)
-                for o in generate(llm, prompts, sampled(40, logprobs=2))
-            ]
-        )
+        more = dict(distributed_executor_backend="mp") if ranks > 1 else {}
+        llm = engine(path, 200, of, tensor_parallel_size=ranks, **more)
+        out.append(ranked(llm, prompts))
         here = (
             seen["calls"] if ranks > 1 else 0
         )  # calls of this process, of which there are none
@@ -1028,33 +928,11 @@ def graphs(folder, of=None, speculative=None):
     assert not seen["calls"], "what is replayed cannot be watched: its part is run alone"
     path, (a, b), out = llama(folder / "llama"), random_prompts(20, 30), []
     prompts = [a * 7, b * 5, a + b + a, b[:7], *random_prompts(*range(3, 135, 3), seed=6)]
-    for how in (
-        dict(),
-        dict(
-            enforce_eager=False,
-            compilation_config={
-                "mode": 0,
-                "cudagraph_mode": "FULL_DECODE_ONLY",
-                "cudagraph_capture_sizes": [4, 8, 16, 64],
-            },
-        ),
-    ):
-        llm = engine(
-            path,
-            1000,
-            of,
-            speculative_config=speculative,
-            max_num_seqs=16,
-            max_num_batched_tokens=2048,
-            **how,
-        )
+    room = dict(max_num_seqs=16, max_num_batched_tokens=2048)
+    for how in (dict(), replayed(4, 8, 16, 64)):
+        llm = engine(path, 1000, of, speculative_config=speculative, **room, **how)
         replays = count_replays()
-        out.append(
-            [
-                (o.outputs[0].token_ids, o.outputs[0].logprobs)
-                for o in generate(llm, prompts, sampled(24, logprobs=2))
-            ]
-        )
+        out.append(ranked(llm, prompts, 24))
         del llm
     decided, wrong = compare(
         out[1], out[0], 1
@@ -1071,23 +949,17 @@ def count_replays():
 
 def graphs_drafts(folder):
     "The same with drafts."
-    return graphs(
-        folder,
-        None,
-        dict(
-            method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
-        ),
-    )
+    return graphs(folder, speculative=NGRAM)
 
 
 def graphs_firsts(folder):
     "The same with 24 exact recent and 4 exact first tokens."
-    return graphs(folder, dict(recent=24, sinks=4))
+    return graphs(folder, FIRSTS)
 
 
 def graphs_trellis(folder):
     "The same with codes of a trellis."
-    return graphs(folder, dict(recipe="k2v2-trellis", recent=24, sinks=4))
+    return graphs(folder, dict(FIRSTS, recipe="k2v2-trellis"))
 
 
 def graphs_ragged(folder):
@@ -1109,19 +981,8 @@ def graphs_ragged(folder):
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
     )
-    replayed = dict(
-        enforce_eager=False,
-        compilation_config={
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [4, 8, 16],
-        },
-    )
-    found = lambda llm, prompts: [
-        (o.outputs[0].token_ids, o.outputs[0].logprobs)
-        for o in generate(llm, prompts, sampled(24, logprobs=2))
-    ]
-    for listed, more in ((True, replayed if CUDA else {}), (False, {})):
+    found = lambda llm, prompts: ranked(llm, prompts, 24)
+    for listed, more in ((True, replayed(4, 8, 16) if CUDA else {}), (False, {})):
         CodedAttention._decode = (
             decode
             if listed
