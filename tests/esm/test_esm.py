@@ -342,7 +342,7 @@ def test_so_many_layers_are_looked_up(code, layers, least, monkeypatch):
 
 
 def test_outlier_tokens_are_kept(code):
-    "Beside codes that are those of a past without; one sequence holds what it held among others."
+    "Codes beside them are those of a past without; a sequence holds what it held among others."
     far = replace(code, recipe=replace(code.recipe, outliers=0.5))
     layers, heads, d = code.key.shape
     chunks = torch.randn(2, layers, 2, heads, 6, d, generator=seeded())

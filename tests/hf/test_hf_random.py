@@ -75,8 +75,8 @@ def frames():
 
 
 class Dense(Held):
-    """What a store holds in the slowest way, and what a layer adds: where the last chunk was one
-    of a few tokens, its tail makes the window whole again."""
+    """What a store holds in the slowest way, and what a layer adds: where the last chunk was
+    one of a few tokens, its tail makes the window whole again."""
 
     tail = None  # (first exact position, first of the chunk)
 

@@ -208,7 +208,7 @@ def test_an_attention_of_somebodys_own_gets_tensors_and_one_warning():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_module_is_asked_before_it_attends(attention):
     """What the module would have called, its own tensors and mask; the last who was put is
-    asked alone; other models are as they were. (Page hf_hooks: after it, and after an error.)"""
+    asked alone; other models are as they were. (Page hf_hooks: after it, after an error.)"""
     model, other, inputs = tiny(), tiny(seed=1), prompt(2, 9)
     model.set_attn_implementation(attention)
     first, second = (x.self_attn for x in model.model.layers[:2])

@@ -50,8 +50,8 @@ SIZES = dict(
     eos_token_id=2,
 )
 COUNTS = (
-    "all calls decodes grouped chunks chunks_with_past drafted sliding learnt shared split centred "
-    "preempted recent firsts followed at_edge miscoded"
+    "all calls decodes grouped chunks chunks_with_past drafted sliding learnt shared split "
+    "centred preempted recent firsts followed at_edge miscoded"
 )
 seen = dict.fromkeys(COUNTS.split(), 0) | dict(worst=0.0)
 preempted = set()  # identifiers of requests
