@@ -72,3 +72,24 @@ def test_each_part_has_problems_and_each_problem_an_answer_that_is_checked():
     assert [*sets] == ["1", "2", "3", "4", "5", "6"]
     assert all(4 <= len(problems) <= 6 for problems in sets.values())
     assert not list(unchecked(sets))
+
+
+def unprinted(found):
+    "Microseconds of the ladder's table that the cell which climbs it has not printed."
+    table = next(source(c) for c in found if source(c).startswith("| rung |"))
+    (climb,) = (c for c in found if "def climb(" in source(c))
+    printed = re.findall(r"([\d.]+) µs", "".join(climb["outputs"][0]["text"]))
+    shown = [row.split("|")[3].strip().replace(",", "") for row in table.split("\n")[2:13]]
+    return [
+        x
+        for x, y in zip(shown, printed, strict=True)
+        if float(x) not in (float(y), round(float(y)))
+    ]
+
+
+def test_the_ladder_shows_what_was_printed():
+    found = cells("19_decode")
+    assert unprinted(found) == []
+    (climb,) = (c for c in found if "def climb(" in source(c))
+    climb["outputs"][0]["text"] = ["".join(climb["outputs"][0]["text"]).replace("28.9", "27.9")]
+    assert unprinted(found) == ["28.9"]
