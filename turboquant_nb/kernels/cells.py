@@ -182,7 +182,9 @@ def _append_piece(cache: Tensor, plan: CellPlan, k: Tensor, v: Tensor, slots: Te
     side = *[cache] * 3, memory["SCALES"], cache, cache
     mean = slots if plan.center is None else plan.rotated_center
     k, v = (x.transpose(0, 1)[None] for x in (k, v))  # [1, H, T, d]
-    named = coder.named(k, v, (side, side), (mean, *[slots] * 5), Place(0))
+    absent = dict.fromkeys("COS_SIN START POSITION FLAG".split(), slots)
+    shared = dict(MEAN=mean, SLOTS=slots) | absent
+    named = coder.named(k, v, (side, side), shared, Place(0))
     (key, value), of_head = plan.offsets, dict(cell_stride=memory["head_stride"])
     named |= of_head | dict(KA=key, VA=value, block_stride=memory["block_stride"], n=1, each=1)
     form = coder.form._replace(

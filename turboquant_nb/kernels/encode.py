@@ -1488,9 +1488,9 @@ class AppendPlan:
         plans = self.key, self.value
         return [plan.pick([*part.tensors.values()]) for plan, part in zip(plans, parts)]
 
-    def named(self, k, v, sides: tuple, numbers: tuple, place: Place) -> dict:
+    def named(self, k, v, sides: tuple, shared: dict, place: Place) -> dict:
         """Arguments by name. sides: planes, scales, sinks and ring of keys and of values;
-        numbers: what is subtracted, start, cosines and sines, position, flags, slots (any
+        shared: `MEAN`, `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any
         tensor for what is not needed)."""
         key, value = sides
         *_, scales, _, _ = key
@@ -1498,14 +1498,8 @@ class AppendPlan:
             *(k, *k.stride()[:3], *self.key.fitted, *key),
             *(v, *v.stride()[:3], *self.value.fitted, *value),
         )
-        mean, start, cos_sin, position, flags, slots = numbers
         return dict(zip(_SIDES, values)) | dict(
-            MEAN=mean,
-            COS_SIN=cos_sin,
-            START=start,
-            POSITION=position,
-            FLAG=flags,
-            SLOTS=slots,
+            **shared,
             heads=k.shape[1],
             first=place.first,
             base=place.base,
@@ -1548,9 +1542,9 @@ class AppendPlan:
                 known = ready[form.STATIC, step]
                 _row_launcher.launch_known(grid, of_step, known, **options)
 
-    def launch(self, k, v, sides: tuple, numbers: tuple, place: Place) -> None:
+    def launch(self, k, v, sides: tuple, shared: dict, place: Place) -> None:
         "A short append; arguments as of `named`."
-        named = self.named(k, v, sides, numbers, place)
+        named = self.named(k, v, sides, shared, place)
         named["each"] = n = named["n"]
         form = self.short[place.on_device]
         self.launch_rows(named, k.shape[0] * n, form, self.options, self.ready)
@@ -1560,14 +1554,14 @@ class AppendPlan:
         k,
         v,
         sides: tuple,
-        numbers: tuple,
+        shared: dict,
         place: Place,
         config: tuple | None = None,  # rows of a program and how Triton compiles it
     ) -> None:
         "A long one: whole tiles, and rows for the rest; arguments as of `named`."
         k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
         (b, h, n, _), tile, (m, options) = k.shape, self.tile, config or self.config
-        named = self.named(k, v, sides, numbers, place)
+        named = self.named(k, v, sides, shared, place)
         form = self.form._replace(STATIC=place.on_device)
         begun = 0 if place.on_device else min(n, -place.first % tile)  # in a tile that is there
         whole = 0
@@ -1670,9 +1664,16 @@ def encode_append(
         raise ValueError(f"cosines and sines must be of keys, for {last} positions; got {have}")
     flags = torch.zeros(4, dtype=torch.int32, device=k.device) if flags is None else flags
     if n:
-        numbers = mean, store.start, flags if table is None else table, *(flags,) * 3
+        shared = {
+            "MEAN": mean,
+            "COS_SIN": flags if table is None else table,
+            "START": store.start,
+            "POSITION": flags,
+            "FLAG": flags,
+            "SLOTS": flags,
+        }
         place = Place(first, store.offset)
-        plan.launch_long(k, v, plan.picked(parts), numbers, place, config)
+        plan.launch_long(k, v, plan.picked(parts), shared, place, config)
     return flags
 
 # %% ../../nbs/18_encode.ipynb #40f00004
@@ -1755,10 +1756,16 @@ def _code_long(sides, start, position, flags, cos_sin, max_length):
 def _launch_at(launch, sides, start, position, flags, cos_sin, max_length):
     "Launch an append where the device counts."
     plan = _plan_of_sides(sides, cos_sin)
-    mean = plan.key.subtracted(sides[0].mean)
-    numbers = mean, start, flags if cos_sin is None else cos_sin, position, flags, flags
+    shared = {
+        "MEAN": plan.key.subtracted(sides[0].mean),
+        "COS_SIN": flags if cos_sin is None else cos_sin,
+        "START": start,
+        "POSITION": position,
+        "FLAG": flags,
+        "SLOTS": flags,
+    }
     place = Place(0, limit=max_length, on_device=True)
-    launch(plan, *(s.x for s in sides), plan.picked(s.part for s in sides), numbers, place)
+    launch(plan, *(s.x for s in sides), plan.picked(s.part for s in sides), shared, place)
 
 # %% ../../nbs/18_encode.ipynb #e6c43390
 def _append_at(*operands):
@@ -1769,8 +1776,8 @@ def _append_at(*operands):
         chained = any(coder.q.code.windows for coder in coders)
         return _append_by_position(new, **({} if chained else dict(code=_code_long)))
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (new.k, new.v))
-    sides, numbers = _sides(new._replace(k=k, v=v)), (new.start, new.position, new.flags)
-    _launch_at(AppendPlan.launch, sides, *numbers, new.rope_table, new.max_length)
+    sides, counted = _sides(new._replace(k=k, v=v)), (new.start, new.position, new.flags)
+    _launch_at(AppendPlan.launch, sides, *counted, new.rope_table, new.max_length)
 
 
 _operator = torch.library.custom_op(
@@ -1818,10 +1825,17 @@ def append(
     sides, place, position = plan.picked(store.parts), Place(at, store.offset), flags
     if store.clock.fixed:
         place, position = Place(0, limit=store.max_length, on_device=True), store.clock.position
-    numbers = mean, store.start, cos_sin, position, flags, flags
+    shared = {
+        "MEAN": mean,
+        "COS_SIN": cos_sin,
+        "START": store.start,
+        "POSITION": position,
+        "FLAG": flags,
+        "SLOTS": flags,
+    }
 
     def change():
-        plan.launch(k, v, sides, numbers, place)
+        plan.launch(k, v, sides, shared, place)
         store.length += k.shape[2]
 
     # the kernel overwrites the ring: before or after, never between; a device counts by itself
