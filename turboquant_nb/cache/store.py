@@ -34,8 +34,8 @@ def replace_tiles(store, drop: int, tiles: int, then=lambda: None) -> None:
 
     def change():
         store.offset = offset
-        for part, tensors in zip(store.parts, new):
-            part.memory.tensors = tensors
+        for part, cells in zip(store.parts, new):
+            part.memory.hold(cells)
         store.changed()
         then()
 
@@ -673,7 +673,7 @@ def bytes_by_kind(store: KVStore) -> dict:
     numbers = (store.start, store.end, store.clock.position, store.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
     for part in (p for run in store.runs for p in run.parts):
-        for name, t in part.row_tensors.items():
+        for name, t in (part.memory.tensors | part.exact.tensors).items():
             kind = "planes" if name.startswith("plane") else _KINDS.get(name, name)
             out[kind] += t.nbytes
     return out

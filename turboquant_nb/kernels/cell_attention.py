@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WorkList', 'CodedRange', 'list_work', 'Workspace', 'count_splits', 'CellCall', 'LaunchOptions', 'CellReader',
-           'cell_arguments', 'CallerMemory', 'decode_cells', 'past_cells']
+           'CallerMemory', 'decode_cells', 'past_cells']
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45bb009
 from dataclasses import dataclass
@@ -174,15 +174,13 @@ def count_splits(tokens: int, programs: int, target: int) -> int:
     return -(-tiles // each)
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45bc009
-from functools import lru_cache
-
-
 from .. import checks
 from ..cache.attention import Rule
-from ..cache.pages import CellLayout, Exact, Requests
+from ..cache.pages import Exact, Requests
 from .blocks import CellRun, level_table, look_up_planes
 from .cells import CellPlan, check_int32
 from turboquant_nb.kernels.decode import (
+    cell_arguments,
     combine_kernel,
     dense_channels,
     padded_size,
@@ -191,30 +189,17 @@ from turboquant_nb.kernels.decode import (
     rotate,
 )
 from turboquant_nb.kernels.decode_mma import (
-    Form,
     FormSide,
     decode_form,
     fragments_kernel,
-    gl,
     packaged_config,
 )
 from .encode import device_properties, strides
 from .launch import select_kernel
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00015
-@lru_cache(maxsize=64)
-def _cell_form(
-    cell: CellLayout, rows: int, key: tuple, value: tuple, chains: tuple = ((), ())
-) -> Form:
-    """What the kernel is compiled for. key, value: offsets of three planes and of scales;
-    chains: of `CodeTables`. One object per set of arguments."""
-    sizes = (cell.d_key, cell.key_bits), (cell.d_value, cell.value_bits)
-    sides = [FormSide(*size, chain) for size, chain in zip(sizes, chains)]
-    form = decode_form(*sides, rows, cell.tokens)
-    names = [*(f"{s}{n}" for s in "KV" for n in ("0", "1", "2", "S"))]
-    return Form(
-        **vars(form), **{f"AT_{n}": gl.constexpr(x) for n, x in zip(names, (*key, *value))}
-    )
+#| exports
+
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b0001a
 class CellCall(NamedTuple):
@@ -418,21 +403,20 @@ def _join_parts(
         reader.unrotate(out, near, rest)
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00091
-def cell_arguments(call: CellCall, named: dict) -> dict:
+def _arguments(call: CellCall, named: dict) -> dict:
     "What a store's kernels take of a store, of cells. named: of `decode_cells`."
     q = call.q
     m = named["m"]
     table = call.requests.table
     plan = call.plan
-    memory = plan.memory(call.cache)
+    cells, scales = plan.cells(call.cache)
+    cells = cells.expand(named["requests"], -1, -1, -1)  # all have the blocks of the table
     absent = plan.tables.packed_lut
-    zeros = "cap length offset recent recent_from bias_stride".split()
+    zeros = "length offset recent recent_from bias_stride".split()
     flags = "HAS_START HAS_END BIASED".split()
     return (
         named
-        | memory
-        | dict.fromkeys(("K0", "K1", "K2", "V0", "V1", "V2"), memory["CELLS"])
-        | dict.fromkeys(("KSCALE", "VSCALE", "KS", "VS"), memory["SCALES"])
+        | cell_arguments(*((cells, scales, places) for places in plan.cell.places))
         | dict.fromkeys(("START", "END", "BIAS"), absent)
         | dict.fromkeys(zeros, 0)
         | dict.fromkeys(flags, False)
@@ -440,7 +424,6 @@ def cell_arguments(call: CellCall, named: dict) -> dict:
         | dict(sb=q.stride(0) * m, sh=q.stride(1), sn=q.stride(0), n=m)
         | dict(chunk=named["own"], own=2**30, each_length=1, HAS_LENGTH=True)
         | dict(PAGES=table, page_stride=table.stride(0), PAGED=True)
-        | dict(zip(("KA", "VA"), plan.offsets))
     )
 
 
@@ -472,7 +455,7 @@ def _launch_portable(
         VB=plan.cell.value_bits,
         **plan.chains,
         Q=reader.rows,
-        **_only(_PORTABLE, cell_arguments(call, named)),
+        **_only(_PORTABLE, _arguments(call, named)),
         num_warps=8 if max(d, dv) > 128 or any(plan.tables.chains) else 4,
         num_stages=1,
     )
@@ -486,7 +469,7 @@ def _launch_fragments(
     left = named["PARTS"]
     fast_k = named["FAST"] and plan.tables.hadamard[0]
     absent = plan.tables.packed_lut
-    arguments = cell_arguments(call, named)
+    arguments = _arguments(call, named)
     arguments |= dict.fromkeys(("NEAR", "FAR"), absent)
     fragments_kernel[(partition.programs,)](
         ROTATED=left
@@ -504,7 +487,12 @@ def _launch_fragments(
         MEAN_K=plan.center is not None,
         FUSED=False,
         PDL=reader.pdl,
-        G=_cell_form(plan.cell, reader.rows, *plan.offsets, plan.tables.chains),
+        G=decode_form(
+            FormSide(plan.cell.d_key, plan.cell.key_bits, plan.tables.chains[0]),
+            FormSide(plan.cell.d_value, plan.cell.value_bits, plan.tables.chains[1]),
+            reader.rows,
+            plan.cell.tokens,
+        ),
         **_only(_FRAGMENTS, arguments),
         num_warps=1,
         **dict(reader.options),
@@ -649,11 +637,9 @@ def past_cells(
         raise ValueError(f"past_cells cannot serve this: {why}")
     if not tokens:
         return
-    cells = cache.transpose(0, 1)[None]
-    scales = plan.memory(cache)["SCALES"]
-    sides = (k, plan.key, cell.key), (v, plan.value, cell.value)
-    for (x, q, layout), places in zip(sides, plan.offsets):
-        run = CellRun(table, tokens, scales, places)
-        known = level_table(q.code, torch.float32)
+    keys, values = plan.memories(cache)
+    for x, q, memory in ((k, plan.key, keys), (v, plan.value, values)):
+        (group,) = memory.groups
         rows = x.transpose(0, 1)[None]
-        look_up_planes(rows, [cells], layout, slice(0, layout.d), *known, run)
+        known = level_table(q.code, torch.float32)
+        look_up_planes(rows, memory, group, *known, run=CellRun(table, tokens))

@@ -4,21 +4,20 @@
 
 # %% auto #0
 __all__ = ['NUMBER_SLOTS', 'plane_places', 'load_bytes', 'code_of_bytes', 'read_levels', 'soft_cap', 'query_places',
-           'cell_planes', 'portable_kernel', 'attend_exactly', 'add_splits', 'log_sum', 'key_products',
-           'combine_kernel', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'WindowChain',
-           'window_chain', 'CodeTables', 'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers',
-           'padded_size', 'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments',
-           'combine', 'plain_queries', 'portable_attention', 'score_bias', 'fast_pairs', 'AngleTables', 'angle_tables',
-           'rotated_queries']
+           'portable_kernel', 'attend_exactly', 'add_splits', 'log_sum', 'key_products', 'combine_kernel',
+           'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'WindowChain', 'window_chain',
+           'CodeTables', 'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers', 'padded_size', 'rotate',
+           'shared_arguments', 'cell_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine', 'plain_queries',
+           'portable_attention', 'score_bias', 'fast_pairs', 'AngleTables', 'angle_tables', 'rotated_queries']
 
 # %% ../../nbs/19_decode.ipynb #4b4c78b3
 from typing import NamedTuple
 
-from .encode import chain_places, tl, triton
+from .encode import cell_planes, chain_places, find_cell, tl, triton
 
 # %% ../../nbs/19_decode.ipynb #2479f4d1
 @triton.jit
-def plane_places(tile, r, j, D: tl.constexpr, R: tl.constexpr, BY_TOKEN: tl.constexpr):
+def plane_places(r, j, D: tl.constexpr, R: tl.constexpr, BY_TOKEN: tl.constexpr):
     """Where byte rows r of a tile have channels j: in the base plane, in a plane of single
     bits, and at which of two places there, as two channels share a byte."""
     HALF: tl.constexpr = (D + 1) // 2
@@ -27,15 +26,12 @@ def plane_places(tile, r, j, D: tl.constexpr, R: tl.constexpr, BY_TOKEN: tl.cons
         base, bit = j * R + r, low * R + r
     else:
         base, bit = r * D + j, r * HALF + low
-    base += tile * (R * D)
-    bit += tile * (R * HALF)
     return base, bit, j // HALF
 
 
 @triton.jit
 def load_bytes(
     planes,
-    tile,
     r,
     j,
     real,
@@ -49,7 +45,7 @@ def load_bytes(
     single bits are in them: two channels share those. SHIFTED: they are moved to where those of
     the first one are, which is less where several slots are read."""
     P0, P1, P2 = planes
-    base, bit, upper = plane_places(tile, r, j, D, R, BY_TOKEN)
+    base, bit, upper = plane_places(r, j, D, R, BY_TOKEN)
     shift = upper if SHIFTED else 0
     if BITS == 1:
         c0 = tl.load(P0 + bit, mask=real, other=0).to(tl.int32) >> shift
@@ -82,7 +78,6 @@ def code_of_bytes(found, slot, BITS: tl.constexpr):
 @triton.jit
 def _index(
     planes,
-    tile,
     r,
     j,
     slot,
@@ -97,7 +92,7 @@ def _index(
     (`window_chain`) what its masks add up of a window."""
     index = r * 0
     if len(CHAIN) == 0:
-        found = load_bytes(planes, tile, r, j, real, D, R, BITS, BY_TOKEN)
+        found = load_bytes(planes, r, j, real, D, R, BITS, BY_TOKEN)
         index = code_of_bytes(found, slot, BITS)
     else:
         window = r * 0
@@ -108,7 +103,7 @@ def _index(
                 at = tl.where(at < 0, at + D, at)
             seen = real & (at >= 0)
             at = chain_places(tl.maximum(at, 0), CHAIN.order, CHAIN.places, True)
-            found = load_bytes(planes, tile, r, at, seen, D, R, BITS, BY_TOKEN)
+            found = load_bytes(planes, r, at, seen, D, R, BITS, BY_TOKEN)
             window = window | code_of_bytes(found, slot, BITS) << (back * BITS)
         for bit in tl.static_range(len(CHAIN.masks)):
             sums = window & CHAIN.masks[bit]
@@ -123,7 +118,6 @@ def _index(
 def read_levels(
     planes,
     TABLE,
-    tile,
     i,
     r,
     D: tl.constexpr,
@@ -139,7 +133,7 @@ def read_levels(
     j = tl.arange(0, DP)[None, :]
     real = (r >= 0) & (j < D)
     slot = i % 2 * 4 + i // 2 * 2
-    index = _index(planes, tile, r, j, slot, real, D, R, BITS, BY_TOKEN, CHAIN)
+    index = _index(planes, r, j, slot, real, D, R, BITS, BY_TOKEN, CHAIN)
     return tl.load(TABLE + index, mask=real, other=0.0)
 
 # %% ../../nbs/19_decode.ipynb #62815e66
@@ -237,39 +231,13 @@ def _item(WORK, item, requests):
 
 
 @triton.jit
-def cell_planes(CELLS, SCALES, cell, A: tl.constexpr):
-    "Planes and scales of one side in the cell that begins at this byte."
-    at = CELLS + cell
-    planes = at + A.first, at + A.second, at + A.third
-    return planes, SCALES + cell // 2 + A.scales // 2
-
-
-@triton.jit
-def _tile_at(
-    key,
-    value,
-    b,
-    h,
-    bh,
-    tile,
-    cap,
-    pages,
-    KA: tl.constexpr,
-    VA: tl.constexpr,
-    PAGED: tl.constexpr,
-):
-    """(planes, scales) of keys and of values where a tile of a head lies, and which of their
-    tiles it is: in a cell, all that a head has of a block lies together."""
-    slot = bh.to(tl.int64) * cap + tile
+def _block(b, tile, table, PAGED: tl.constexpr):
+    "Which of the cells of a head has a tile: the table of an engine's blocks says it."
+    block = tile
     if PAGED:
-        PAGES, page_stride, block_stride, head_stride = pages
-        page = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64)
-        cell = page * block_stride + h.to(tl.int64) * head_stride
-        slot = tile * 0
-        planes, scales = key
-        value = cell_planes(planes[0], scales, cell, VA)
-        key = cell_planes(planes[0], scales, cell, KA)
-    return key, value, slot
+        PAGES, page_stride = table
+        block = tl.load(PAGES + b.to(tl.int64) * page_stride + tile)
+    return block
 
 
 @triton.jit
@@ -300,7 +268,6 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
         "own",
         "offset",
         "sliding_window",
-        "cap",
         "page_stride",
         "requests",
     ]
@@ -308,14 +275,16 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
 def portable_kernel(
     ROTATED,
     SHIFT,
-    K0,
-    K1,
-    K2,
-    KSCALE,
-    V0,
-    V1,
-    V2,
-    VSCALE,
+    KCELLS,
+    KSCALES,
+    kcb,
+    kch,
+    kct,
+    VCELLS,
+    VSCALES,
+    vcb,
+    vch,
+    vct,
     TABLE,
     START,
     END,
@@ -329,7 +298,6 @@ def portable_kernel(
     n,
     blocks,
     splits,
-    cap,
     length,
     offset,
     sinks,
@@ -354,14 +322,12 @@ def portable_kernel(
     BIASED: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
     PAGES=None,
     page_stride=None,
-    block_stride=None,
-    head_stride=None,
     WORK=None,
     requests=None,
-    KA: tl.constexpr = None,
-    VA: tl.constexpr = None,
     PAGED: tl.constexpr = False,
     LISTED: tl.constexpr = False,
     KX: tl.constexpr = (),
@@ -389,20 +355,21 @@ def portable_kernel(
     if LISTED:
         each = tl.load(WORK)
         begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
-    pages = PAGES, page_stride, block_stride, head_stride
+    table = PAGES, page_stride
     for tile in range(first + begin, first + end):
-        key, value = ((K0, K1, K2), KSCALE), ((V0, V1, V2), VSCALE)
-        key, value, slot = _tile_at(key, value, b, h, bh, tile, cap, pages, KA, VA, PAGED)
-        k_planes, k_scale = key
-        v_planes, v_scale = value
+        at_tile = _block(b, tile, table, PAGED)
+        cell = find_cell(b, h, at_tile, kcb, kch, kct)
+        k_planes, k_scale = cell_planes(KCELLS, KSCALES, cell, KA)
+        cell = find_cell(b, h, at_tile, vcb, vch, vct)
+        v_planes, v_scale = cell_planes(VCELLS, VSCALES, cell, VA)
         for i in range(0, 4 * R, BR):
             t = i + tl.arange(0, BR)
             quarter, r = i // R, i % R + tl.arange(0, BR)
             if BR > R:
                 quarter, r = (t // R)[:, None], t % R
             pos = offset + tile * (4 * R) + t
-            k = read_levels(k_planes, TABLE, slot, quarter, r, D, DP, R, KB, False, KX)
-            ks = tl.load(k_scale + slot * (4 * R) + t).to(tl.float32)
+            k = read_levels(k_planes, TABLE, quarter, r, D, DP, R, KB, False, KX)
+            ks = tl.load(k_scale + t).to(tl.float32)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * ks[None, :] + shift[:, None]
             if BIASED:
                 s += tl.load(
@@ -411,8 +378,8 @@ def portable_kernel(
                     + (pos - offset)[None, :]
                 )
             visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-            v = read_levels(v_planes, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True, VX)
-            vs = tl.load(v_scale + slot * (4 * R) + t).to(tl.float32)
+            v = read_levels(v_planes, TABLE + 16, quarter, r, DV, DVP, R, VB, True, VX)
+            vs = tl.load(v_scale + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
     out = acc / some[:, None]
@@ -872,6 +839,7 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import Call, Rule
+from ..cache.memory import Places
 from .encode import Launcher, is_interpreted, packed_order
 
 # %% ../../nbs/19_decode.ipynb #a5968428
@@ -879,10 +847,10 @@ class DecodeOperands(NamedTuple):
     "The arguments of the operator, in its order."
 
     q: Tensor  # [B, Hq, n, d_key], neighbouring channels in memory
-    key_planes: list  # uint8 [B, H, tiles, *plane_shape]
-    key_scale: Tensor  # [B, H, tiles, tile]
-    value_planes: list
-    value_scale: Tensor
+    key_cells: Tensor  # uint8 [B, H, tiles, bytes], see `memory.Memory`
+    key_scales: Tensor  # the same memory as numbers of the scales' type
+    value_cells: Tensor
+    value_scales: Tensor
     packed_lut: Tensor  # [8] int32: int8 levels of keys, then of values, four to a word
     levels: Tensor  # [2, 16] fp32
     key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
@@ -915,10 +883,25 @@ class DecodeOperands(NamedTuple):
     portable: bool  # by the portable kernel?
     # each query reads only so many of its own last tokens exactly, itself included; None: all
     # read the same
-    own: int | None = None
+    own: int | None
+    key_places: tuple  # `memory.Places`
+    value_places: tuple
+    tile: int  # tokens
+    key_bits: int
+    value_bits: int
     key_chain: tuple | None = None  # `chain_of` of the codes
     value_chain: tuple | None = None
     rotating: int | None = None  # channel pairs whose angles are not all 0; None: all
+
+    @property
+    def keys(self) -> tuple:
+        "Cells of the keys as `cell_arguments` takes them."
+        return self.key_cells, self.key_scales, self.key_places
+
+    @property
+    def values(self) -> tuple:
+        "Cells of the values."
+        return self.value_cells, self.value_scales, self.value_places
 
 # %% ../../nbs/19_decode.ipynb #7299d6bd
 class DecodeSizes(NamedTuple):
@@ -941,14 +924,11 @@ class DecodeSizes(NamedTuple):
     @classmethod
     def of(cls, x: DecodeOperands) -> "DecodeSizes":
         batch, query_heads, n, d = x.q.shape
-        heads, tiles, tile = x.key_scale.shape[1:]
+        heads, tiles = x.key_cells.shape[1:3]
         dv = len(x.value_rotation)
         chunk = 0 if x.k is None else x.k.shape[2]
         sinks = x.key_sinks.shape[2]
         recent = x.key_recent.shape[2]
-        # else the first plane holds single bits
-        key_bits = len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1
-        value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
         return cls(
             batch=batch,
             heads=heads,
@@ -957,12 +937,12 @@ class DecodeSizes(NamedTuple):
             d=d,
             dv=dv,
             tiles=tiles,
-            tile=tile,
+            tile=x.tile,
             chunk=chunk,
             sinks=sinks,
             recent=recent,
-            key_bits=key_bits,
-            value_bits=value_bits,
+            key_bits=x.key_bits,
+            value_bits=x.value_bits,
         )
 
     @property
@@ -1081,23 +1061,23 @@ def store_operands(
 ) -> DecodeOperands:
     "What kernels need of a call and its store."
     rule, store, q, k, v, *_ = call
-    kt, vt = store.key.tensors, store.value.tensors
     key, value = store.key.q, store.value.q
+    held, given = store.key.memory, store.value.memory
     return DecodeOperands(
         last_dim_dense(q),
-        store.key.memory.planes,
-        kt["scale"],
-        store.value.memory.planes,
-        vt["scale"],
+        held.cells,
+        held.scales,
+        given.cells,
+        given.scales,
         tables.packed_lut,
         tables.levels,
         key_rotation=key.rotation.query_matrix,
         value_rotation=value.rotation.matrix,
-        key_mean=kt.get("mean"),
-        key_sinks=kt["sinks"],
-        key_recent=kt["recent"],
-        value_sinks=vt["sinks"],
-        value_recent=vt["recent"],
+        key_mean=store.key.frame.mean,
+        key_sinks=store.key.exact.sinks,
+        key_recent=store.key.exact.recent,
+        value_sinks=store.value.exact.sinks,
+        value_recent=store.value.exact.recent,
         k=last_dim_dense(k),
         v=last_dim_dense(v),
         start=store.start if padded else None,
@@ -1116,6 +1096,11 @@ def store_operands(
         value_hadamard=tables.hadamard[1],
         portable=portable,
         own=call.recent,
+        key_places=held.places,
+        value_places=given.places,
+        tile=store.tile,
+        key_bits=held.bits[0],
+        value_bits=given.bits[0],
         key_chain=tables.chains[0] or None,
         value_chain=tables.chains[1] or None,
         rotating=None if store.cos_sin is None else store.cos_sin.rotating,
@@ -1193,10 +1178,16 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     )
 
 
-def plane_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
-    "The planes of a kernel that reads codes."
-    (k0, k1, k2), (v0, v1, v2) = ([*p, p[0], p[0]][:3] for p in (x.key_planes, x.value_planes))
-    return dict(K0=k0, K1=k1, K2=k2, V0=v0, V1=v1, V2=v2, cap=s.tiles)
+def cell_arguments(keys: tuple, values: tuple) -> dict:
+    """Cells as kernels that read codes take them. keys, values: cells [B, H, tiles, bytes], the
+    same as numbers of the scales' type, `memory.Places`."""
+    out = {}
+    for side, (cells, scales, places) in zip("kv", (keys, values)):
+        batch, head, step, _ = cells.stride()
+        out |= {f"{side.upper()}CELLS": cells, f"{side.upper()}SCALES": scales}
+        out |= {f"{side}cb": batch, f"{side}ch": head, f"{side}ct": step}
+        out[f"{side.upper()}A"] = Places(*places)
+    return out
 
 
 NUMBER_SLOTS = dict(length="length", recent_from="recent_from", offset="offset")
@@ -1336,9 +1327,7 @@ def combine(
 
 # %% ../../nbs/19_decode.ipynb #a41d0003
 # None: Triton compiles the kernel without them
-_NO_TABLE = dict.fromkeys(
-    "PAGES page_stride block_stride head_stride WORK requests KA VA".split()
-)
+_NO_TABLE = dict.fromkeys("PAGES page_stride WORK requests".split())
 _NO_TABLE |= dict(PAGED=False, LISTED=False)
 
 # %% ../../nbs/19_decode.ipynb #835c6a9d
@@ -1378,12 +1367,10 @@ def portable_attention(
     shift = rotate(plain, x.key_mean.float().mT) if centred else plain[..., 0] * 0
     named = (
         shared
-        | plane_arguments(x, s)
+        | cell_arguments(x.keys, x.values)
         | dict(
             ROTATED=rotate(plain, x.key_rotation.mT),
             SHIFT=shift.contiguous(),
-            KSCALE=x.key_scale,
-            VSCALE=x.value_scale,
             TABLE=x.levels,
             BIAS=x.packed_lut if bias is None else bias,
             bias_stride=s.width,

@@ -19,10 +19,10 @@ from turboquant_nb.kernels.decode import (
     DecodeSizes,
     Parts,
     SplitRule,
+    cell_arguments,
     combine,
     fast_pairs,
     padded_size,
-    plane_arguments,
     rotated_queries,
     score_bias,
     selector_bits,
@@ -572,32 +572,24 @@ def _queries(
 
 # %% ../../nbs/20_tensor_cores.ipynb #3d0f5ccf
 @gluon.jit
-def _page(tiles, t, row, PAGED: gl.constexpr, G: gl.constexpr):
-    """Where the page with byte row `row` of tile t begins: in pages of a plane, or in what the
-    table's strides count. `tiles`: table, where page 0 is, step to the next, last page."""
-    PAGES, first, step, last = tiles
+def _page(pages, t, row, PAGED: gl.constexpr, G: gl.constexpr):
+    "The page with byte row `row` of tile t. `pages`: table of blocks, the last page."
+    TABLE, last = pages
     if G.RP == 64:
         page = t  # a page is a tile
     else:
         page = t * (64 // G.RP) + row // G.RP
     page = gl.minimum(page, last)
     if PAGED:
-        page = gl.load(PAGES + page)
-    return first + page.to(gl.int64) * step
+        page = gl.load(TABLE + page)
+    return page.to(gl.int64)
 
 
 @gluon.jit
-def _begin(page, size: gl.constexpr, PAGED: gl.constexpr):
-    "The address of a page in a plane whose pages have this size; strides of a table are bytes."
-    if PAGED:
-        return page
-    else:
-        return page * size
-
-
-@gluon.jit
-def _copy_k(buf, slot, c, K, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr):
-    "Start copying key piece c (RK x 16 rows) of tile t into a slot of the ring."
+def _copy_k(buf, slot, c, K, pages, t, go, PAGED: gl.constexpr, G: gl.constexpr):
+    """Start copying key piece c (RK x 16 rows) of tile t into a slot of the ring. K: planes,
+    first byte, bytes from page to page."""
+    K0, K1, K2, first, step = K
     half: gl.constexpr = G.D // 2
     for r in gl.static_range(G.RK):
         m = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LK))
@@ -605,16 +597,16 @@ def _copy_k(buf, slot, c, K, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
         row = (m % 8) * 8 + (c * G.RK + r) * 2 + m // 8
         ok = (row[:, None] >= 0) & (col[None, :] < half) & go
         s = slot * G.PL * G.RK + r
-        page = _page(tiles, t, row, PAGED, G)
+        page = first + _page(pages, t, row, PAGED, G) * step
         row = row % G.RP
-        base = K[0] + (_begin(page, G.RP * G.D, PAGED) + row * G.D)[:, None] + col[None, :]
+        base = K0 + (page + row * G.D)[:, None] + col[None, :]
         cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
         cp.async_copy_global_to_shared(buf.index(s + G.RK), base + half, mask=ok)
-        bit = (_begin(page, G.RP * half, PAGED) + row * half)[:, None] + col[None, :]
+        bit = (page + row * half)[:, None] + col[None, :]
         if G.KB > 2:
-            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RK), K[1] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RK), K1 + bit, mask=ok)
         if G.KB > 3:
-            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RK), K[2] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RK), K2 + bit, mask=ok)
     cp.commit_group()
 
 # %% ../../nbs/20_tensor_cores.ipynb #b797f23d
@@ -630,8 +622,10 @@ def _channel(i, G: gl.constexpr):
 
 
 @gluon.jit
-def _copy_v(buf, slot, c, V, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr):
-    "Start copying value piece c (RV x 16 channels of each half) of tile t into a slot."
+def _copy_v(buf, slot, c, V, pages, t, go, PAGED: gl.constexpr, G: gl.constexpr):
+    """Start copying value piece c (RV x 16 channels of each half) of tile t into a slot. V:
+    planes, first byte, bytes from page to page."""
+    V0, V1, V2, first, step = V
     half: gl.constexpr = G.DV // 2
     for r in gl.static_range(G.RV):
         m = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LV)) + (c * G.RV + r) * 16
@@ -639,18 +633,17 @@ def _copy_v(buf, slot, c, V, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
         ok = (m[:, None] < half) & (col[None, :] >= 0) & go
         m = _channel(m, G)
         s = slot * G.PL * G.RV + r
-        page = _page(tiles, t, col, PAGED, G)
+        page = first + _page(pages, t, col, PAGED, G) * step
         if G.RP < 64:
             page = page[None, :]
         here = m[:, None] * G.RP + col[None, :] % G.RP
-        base = V[0] + _begin(page, G.RP * G.DV, PAGED) + here
+        base = V0 + page + here
         cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
         cp.async_copy_global_to_shared(buf.index(s + G.RV), base + half * G.RP, mask=ok)
-        bit = _begin(page, G.RP * half, PAGED) + here
         if G.VB > 2:
-            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RV), V[1] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RV), V1 + page + here, mask=ok)
         if G.VB > 3:
-            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RV), V[2] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RV), V2 + page + here, mask=ok)
     cp.commit_group()
 
 
@@ -1139,7 +1132,7 @@ def _key_pieces(
     values,
     F,
     V,
-    tiles,
+    pages,
     t,
     turn,
     q_lo,
@@ -1160,7 +1153,7 @@ def _key_pieces(
             w = _fetch(keys, slot, r, G.KB, G.LK, G.PL, G.RK)
             F.index(c * G.RK + r).store(_scores(w, q_lo, q_hi, table, G, mma))
         if c < G.NV:
-            _copy_v(values, slot, piece, V, tiles, t, t >= 0, PAGED, G)
+            _copy_v(values, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
             cp.commit_group()
 
@@ -1171,7 +1164,7 @@ def _value_pieces(
     values,
     ACC,
     K,
-    tiles,
+    pages,
     following,
     go,
     turn,
@@ -1211,14 +1204,25 @@ def _value_pieces(
             )
             acc = gl.reshape(old * old_weight[None, :] + o * new_weight[None, :], [4, 8 * Q])
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
-        _copy_k(keys, slot, c, K, tiles, following, go, PAGED, G)
+        _copy_k(keys, slot, c, K, pages, following, go, PAGED, G)
 
 # %% ../../nbs/20_tensor_cores.ipynb #a584d32c
 @gluon.jit
-def _planes_of_cells(CELLS, G: gl.constexpr):
-    "Where the planes of the keys and of the values of cell 0 begin."
-    keys = (CELLS + G.AT_K0, CELLS + G.AT_K1, CELLS + G.AT_K2)
-    return keys, (CELLS + G.AT_V0, CELLS + G.AT_V1, CELLS + G.AT_V2)
+def _side_at(CELLS, SCALES, b, h, batch_stride, head_stride, step, A: gl.constexpr):
+    """Where a head of a sequence has one side: planes, its first byte, bytes from page to page;
+    scales, the first one, and scales from page to page. A: `memory.Places`."""
+    SIZE: gl.constexpr = SCALES.dtype.element_ty.primitive_bitwidth // 8
+    first = b.to(gl.int64) * batch_stride + h.to(gl.int64) * head_stride
+    planes = (CELLS + A.first, CELLS + A.second, CELLS + A.third, first, step)
+    return planes, (SCALES + A.scales // SIZE, first // SIZE, step // SIZE)
+
+
+@gluon.jit
+def _scales_of(side, page, inside, G: gl.constexpr):
+    "Scales of the tokens of a tile: by their pages, and their places in these."
+    SCALES, first, step = side
+    at = first + page * step + inside
+    return gl.load(SCALES + gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR))
 
 
 @gluon.jit(
@@ -1226,7 +1230,6 @@ def _planes_of_cells(CELLS, G: gl.constexpr):
         "page_stride",
         "requests",
         "early",
-        "cap",
         "splits",
         "length",
         "recent_from",
@@ -1245,14 +1248,16 @@ def fragments_kernel(
     RK_,
     RV_,
     MK,
-    K0,
-    K1,
-    K2,
-    KS,
-    V0,
-    V1,
-    V2,
-    VS,
+    KCELLS,
+    KSCALES,
+    kcb,
+    kch,
+    kct,
+    VCELLS,
+    VSCALES,
+    vcb,
+    vch,
+    vct,
     TABLE,
     START,
     END,
@@ -1260,8 +1265,6 @@ def fragments_kernel(
     each_length,
     PAGES,
     page_stride,
-    block_stride,
-    head_stride,
     WORK,
     requests,
     early,
@@ -1273,7 +1276,6 @@ def fragments_kernel(
     LSE,
     heads,
     group,
-    cap,
     blocks,
     splits,
     length,
@@ -1303,6 +1305,8 @@ def fragments_kernel(
     SLIDING: gl.constexpr,
     CAPPED: gl.constexpr,
     PDL: gl.constexpr,
+    KA: gl.constexpr,
+    VA: gl.constexpr,
     G: gl.constexpr,
 ):
     """Q query rows of one KV head over one split of the coded tokens, by one warp: output and
@@ -1370,30 +1374,24 @@ def fragments_kernel(
         SLIDING=SLIDING,
         G=G,
     )
-    K, V = (K0, K1, K2), (V0, V1, V2)
-    if PAGED:  # all that a head has of a block lies together; strides count bytes
+    pages = (PAGES, last)
+    if PAGED:
         if begin >= end:
             if PDL:
                 tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
             nothing = gl.full([Q], float("-inf"), gl.float32, layout=column)
             gl.store(LSE + out_row + gl.arange(0, Q, layout=column), nothing)
             return
-        table = PAGES + b.to(gl.int64) * page_stride
-        origin = h.to(gl.int64)
-        tiles = (table, origin * head_stride, block_stride, last)
-        scales = (table, origin * (head_stride // 2), block_stride // 2, last)
-        K, V = _planes_of_cells(K0, G)
-        KS, VS = KS + G.AT_KS // 2, VS + G.AT_VS // 2
-    else:
-        tiles = (PAGES, bh.to(gl.int64) * cap, 1, last)
-        scales = tiles
+        pages = (PAGES + b.to(gl.int64) * page_stride, last)
+    K, k_scales = _side_at(KCELLS, KSCALES, b, h, kcb, kch, kct, KA)
+    V, v_scales = _side_at(VCELLS, VSCALES, b, h, vcb, vch, vct, VA)
     first_at = offset  # position of the first stored token in its sequence
     if FUSED:
         COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [3, G.HP, Q], G.SC)
         if HAS_START:
             first_at -= gl.load(START + b).to(gl.int32)
     for i in range(G.NK):
-        _copy_k(keys, i, i, K, tiles, begin, begin < end, PAGED, G)
+        _copy_k(keys, i, i, K, pages, begin, begin < end, PAGED, G)
     k0 = gl.load(TABLE)
     k1 = gl.load(TABLE + 1)
     k2 = gl.load(TABLE + 2)
@@ -1459,11 +1457,9 @@ def fragments_kernel(
         some = qs > 1e-30  # of smaller queries nothing is left, and no quotient is finite
         top_b, still = gl.where(some, top_b / qs, 0.0), gl.where(some, still / qs, 0.0)
     for t in range(begin, end):
-        scale_at = _begin(_page(scales, t, row, PAGED, G), 4 * G.RP, PAGED) + inside
-        if PAGED or G.RP < 64:
-            scale_at = gl.max_contiguous(gl.multiple_of(scale_at, G.NEAR), G.NEAR)
-        ks = gl.load(KS + scale_at)
-        vs = gl.load(VS + scale_at)
+        page = _page(pages, t, row, PAGED, G)
+        ks = _scales_of(k_scales, page, inside, G)
+        vs = _scales_of(v_scales, page, inside, G)
         bias = qs
         if BIASED:
             at = t * 256 + token
@@ -1479,7 +1475,7 @@ def fragments_kernel(
         turn = 0
         if G.VX:
             turn = (t - begin) % G.NV
-        _key_pieces(keys, values, F, V, tiles, t, turn, q_lo, q_hi, lut_k, PAGED, G, mma)
+        _key_pieces(keys, values, F, V, pages, t, turn, q_lo, q_hi, lut_k, PAGED, G, mma)
         if FUSED:
             bias = _mean_scores(COEFFICIENTS, NEAR, far, G, mma) * top_b[None, :]
             if 2 * G.H2 < G.D:
@@ -1512,7 +1508,7 @@ def fragments_kernel(
             values=values,
             ACC=ACC,
             K=K,
-            tiles=tiles,
+            pages=pages,
             following=t + 1,
             go=t + 1 < end,
             turn=turn,
@@ -1764,18 +1760,14 @@ def mma_attention(
         slots = slots | dict(ROTATED="rotated")
     named = (
         shared
-        | plane_arguments(x, s)
+        | cell_arguments(x.keys, x.values)
         | dict(
             ROTATED=rotated,
             RK_=x.key_rotation,
             RV_=x.value_rotation,
             MK=x.key_mean if centred or fused else absent,
-            KS=x.key_scale,
-            VS=x.value_scale,
             PAGES=absent,
             page_stride=0,
-            block_stride=1,
-            head_stride=0,
             WORK=absent,
             requests=0,
             early=0,
