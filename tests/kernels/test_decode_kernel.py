@@ -260,14 +260,14 @@ def check_poison_and_nan(name, **case):
         # sees it
         if not more:
             for side in (store.key, store.value):
-                held = side.tensors["scale"].clone()
-                side.tensors["scale"][0, 0, 0, 100] = float("nan")
+                held = side.memory.tensors["scale"].clone()
+                side.memory.tensors["scale"][0, 0, 0, 100] = float("nan")
                 got, _ = decode_attention(q, store, kernel=name)
                 assert (
                     got[0, : q.shape[1] // store.heads].isnan().all()
                     and got[1:].isfinite().all()
                 )
-                side.tensors["scale"].copy_(held)
+                side.memory.tensors["scale"].copy_(held)
 
 
 @needs_triton
@@ -413,10 +413,10 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             store.set_range(start=torch.tensor([0, 3]))
             step(tokens(20))
     launches.clear()
-    planes = weakref.ref(store.key.tensors["plane0"])
-    store.key.memory.tensors["plane0"] = planes().clone()
+    cells = weakref.ref(store.key.memory.cells)
+    store.key.memory.hold(cells().clone())
     store.changed()
-    assert planes() is None and not store.memo  # nothing holds a tensor that was replaced
+    assert cells() is None and not store.memo  # nothing holds a tensor that was replaced
     step(tokens(1))
     repeat = kept()[kind_of()]
     run, args, slots = repeat.launches[-1]
@@ -508,7 +508,8 @@ def test_more_refusals():
     with torch.no_grad():
         assert not refuses(Call.of(q, store))
     q = q.detach()
-    store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    apart = store.key.memory.cells.repeat_interleave(2, 3)[..., ::2]
+    store.key.memory.hold(apart)
     assert "contiguous" in refuses(Call.of(q, store))
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
         refuses(Call.of(q, store), "fast")

@@ -24,6 +24,12 @@ from ..quant.quantizer import Coded, Quantizer, decode
 # %% ../../nbs/reference/cache_pages.ipynb #34a0000b
 #| export
 #| export
+#| export
+#| export
+#| export
+#| export
+#| export
+#| export
 
 
 # %% ../../nbs/reference/cache_pages.ipynb #34a0000c
@@ -162,7 +168,7 @@ class CellCodes:
             checks.shape(checks.floats(self.center, "center"), "center", "heads", self.key.d)
         sides = (self.key, "channel"), (self.value, "token")
         make = lambda q, along: Memory(q.code, along, self.cell.tokens, q.scale_dtype)
-        self.sides = [make(*side) for side in sides]
+        self._sides = [make(*side) for side in sides]
 
     def centred(self, k: Tensor) -> Tensor:  # [T, H, d_key] in its dtype
         "Keys less the centre."
@@ -176,7 +182,7 @@ class CellCodes:
         """Keys and values of a pool, each as the `Memory` of one sequence whose tiles are the
         blocks: a slot is a position in it."""
         cells = self.cell.check(cache).flatten(2).transpose(0, 1)[None]
-        out, at = [copy(side) for side in self.sides], 0
+        out, at = [copy(side) for side in self._sides], 0
         for memory in out:
             memory.hold(cells[..., at : at + memory.cell_bytes])
             at += memory.cell_bytes

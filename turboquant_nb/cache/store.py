@@ -659,11 +659,8 @@ def to(self: KVStore, device) -> None:
     _map(self, lambda x: x.to(device), device, flags=flags, cos_sin=table)
 
 # %% ../../nbs/15_store.ipynb #00146328
-_KINDS = {"sinks": "exact", "recent": "exact"}  # what tensors are counted as
-
-
 def bytes_by_kind(store: KVStore) -> dict:
-    """Bytes that each kind of tensor holds: planes, scale, what a code keeps besides, exact
+    """Bytes that each kind of tensor holds: planes (with what fills cells), scale, what a code keeps besides, exact
     (sinks and recent), mean, pair (where keys have a pair scale), range (also the counter and
     flags, where there are any)."""
     extras = [name for part in store.parts for name in part.memory.extras]
@@ -673,9 +670,12 @@ def bytes_by_kind(store: KVStore) -> dict:
     numbers = (store.start, store.end, store.clock.position, store.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
     for part in (p for run in store.runs for p in run.parts):
-        for name, t in (part.memory.tensors | part.exact.tensors).items():
-            kind = "planes" if name.startswith("plane") else _KINDS.get(name, name)
-            out[kind] += t.nbytes
+        out["exact"] += sum(t.nbytes for t in part.exact.tensors.values())
+        fields = part.memory.tensors.items()
+        besides = {n: t.nbytes for n, t in fields if not n.startswith("plane")}
+        out["planes"] += part.memory.cells.nbytes - sum(besides.values())
+        for name, size in besides.items():
+            out[name] += size
     return out
 
 
@@ -693,20 +693,18 @@ def tables_of(store: KVStore) -> list:
     return out
 
 # %% ../../nbs/15_store.ipynb #b9efdb40
-def _coded_bytes(spec: Spec, d: int, tile: int, tiles: int) -> int:
-    "Bytes of one head's codes, scales and residual."
-    scale, code = {"float32": 4}.get(spec.scale_dtype, 2), find_code(spec, d)
-    bits, total = code.channel_bits, tiles * tile * scale
+def _coded_bytes(spec: Spec, d: int, tile: int) -> int:
+    "Bytes of a cell: each plane, scales and what the code keeps besides, in whole 16 bytes."
+    code = find_code(spec, d)
+    bits, rows = code.channel_bits, tile // 4
+    numbers = tile * {"float32": 4}.get(spec.scale_dtype, 2)
+    parts = [numbers]
     for extra in code.extras:  # a plane of bits, or one more number
-        rows = (tile // 4) * ((extra.bits + 1) // 2)
-        total += tiles * (rows if extra.bits else tile * scale)
-    for b in set(bits):
+        parts.append(rows * ((extra.bits + 1) // 2) if extra.bits else numbers)
+    for b in set(bits):  # a bit plane, or a 2-bit base plane and bit planes
         n, half = bits.count(b), (bits.count(b) + 1) // 2
-        row = (
-            half if b == 1 else n + half * (b - 2)
-        )  # a bit plane, or a 2-bit base plane and bit planes
-        total += (tile // 4) * tiles * row
-    return total
+        parts += [rows * half] if b == 1 else [rows * n, *[rows * half] * (b - 2)]
+    return sum(-(-n // 16) * 16 for n in parts)
 
 
 def expected_nbytes(store: KVStore) -> int:
@@ -719,6 +717,6 @@ def expected_nbytes(store: KVStore) -> int:
         r, tiles = run.recipe, run.capacity // run.tile
         for part, spec in zip(run.parts, (r.key, r.value)):
             d, exact = part.q.d, (r.sinks + r.recent) * itemsize
-            total += rows * _coded_bytes(spec, d=d, tile=run.tile, tiles=tiles)
+            total += rows * tiles * _coded_bytes(spec, d=d, tile=run.tile)
             total += rows * d * exact
     return total

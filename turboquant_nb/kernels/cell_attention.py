@@ -199,6 +199,9 @@ from .launch import select_kernel
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00015
 #| exports
+#| exports
+#| exports
+#| exports
 
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b0001a
