@@ -34,7 +34,7 @@ from ..quant.codes import make_quantizer
 from ..quant.quantizer import Code, Coded, Quantizer, Spec
 
 # %% ../../nbs/reference/cache_memory.ipynb #2587c9aa
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     "Channels whose codes have equally many bits."
 
@@ -44,7 +44,6 @@ class Group:
     shapes: tuple  # of each plane of one tile
 
 
-@lru_cache(maxsize=256)  # all layers of a model have the same
 def _groups(bits: tuple, along: str, tile: int) -> tuple:
     """Groups of equal bits, most bits first, of codes with so many bits in each channel; their
     planes are numbered through."""
@@ -126,6 +125,30 @@ class Places(NamedTuple):
         return cls(*(at + at[-1:] * 2)[:3], fields["scale"].offset)
 
 
+class _Cell(NamedTuple):
+    "What a cell of one side holds, and where."
+
+    groups: tuple  # of channels
+    extras: dict  # what the code keeps besides, by name: a layout, or None for a number a token
+    fields: dict  # `Field` by name, in the order that files take them
+    nbytes: int
+    places: Places
+
+
+@lru_cache(maxsize=256)  # all layers of a model have the same
+def _cell_of(bits: tuple, extras: tuple, along: str, tile: int, numbers: torch.dtype) -> _Cell:
+    "The cell of a code with so many bits in each channel."
+    groups = _groups(bits, along, tile)
+    kept = {e.name: Layout(1, e.bits, along, tile) if e.bits else None for e in extras}
+    kinds = {n: (torch.uint8, s) for g in groups for n, s in zip(g.names, g.shapes)}
+    kinds["scale"] = number = numbers, (tile,)
+    planes = (
+        (name, bits and (torch.uint8, bits.plane_shapes[0])) for name, bits in kept.items()
+    )
+    fields, size = lay_out(kinds | {name: plane or number for name, plane in planes})
+    return _Cell(groups, kept, fields, size, Places.of(fields))
+
+
 class Memory:
     """Codes in cells: all bytes of one head's tile lie together, in a row of one tensor, of
     which planes, scales and what the code keeps besides are views. Tokens count from the first
@@ -139,21 +162,9 @@ class Memory:
         scale_dtype: torch.dtype = torch.float16,
     ):
         self.along, self.tile, self.bits = along, tile, code.channel_bits
-        self.groups = _groups(tuple(self.bits), along, tile)
-        # what the code keeps besides, by name: a layout of bits, or None for one number a token
-        self.extras = {
-            e.name: Layout(1, e.bits, along, tile) if e.bits else None for e in code.extras
-        }
-        kinds = {n: (torch.uint8, s) for g in self.groups for n, s in zip(g.names, g.shapes)}
-        kinds["scale"] = number = scale_dtype, (tile,)
-        kinds |= {
-            name: (torch.uint8, bits.plane_shapes[0]) if bits else number
-            for name, bits in self.extras.items()
-        }
-        # by name, in the order that files take them; bytes of a cell
-        self.fields, self.cell_bytes = lay_out(kinds)
-        self.places = Places.of(self.fields)
-        self.hold(torch.empty(0, 0, 0, self.cell_bytes, dtype=torch.uint8))
+        cell = _cell_of(tuple(self.bits), tuple(code.extras), along, tile, scale_dtype)
+        self.groups, self.extras, self.fields, self.cell_bytes, self.places = cell
+        self.cells = self._views = self._scales = self._strided = None
 
     def places_of(self, planes: tuple) -> Places:
         "Where kernels find these planes, by name."
@@ -162,7 +173,7 @@ class Memory:
     def hold(self, cells: Tensor) -> None:
         "Lie in these cells [B, H, tiles, cell_bytes] uint8, which may be cut out of larger ones."
         self.cells = cells
-        self._views = self._scales = None
+        self._views = self._scales = self._strided = None
 
     def allocate(
         self,
@@ -182,6 +193,13 @@ class Memory:
         if self._views is None:
             self._views = {name: field.of(self.cells) for name, field in self.fields.items()}
         return self._views
+
+    @property
+    def strided(self) -> tuple:  # (cells, `scales`, strides by sequence, head and tile)
+        "The cells as kernels take them."
+        if self._strided is None:
+            self._strided = self.cells, self.scales, *self.cells.stride()[:3]
+        return self._strided
 
     @property
     def scales(self) -> Tensor:

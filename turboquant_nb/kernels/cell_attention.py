@@ -202,6 +202,34 @@ from .launch import select_kernel
 #| exports
 #| exports
 #| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
+#| exports
 
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b0001a

@@ -1437,8 +1437,8 @@ class StoreSizes(NamedTuple):
 
 def side_tensors(part: Part) -> tuple:
     "Cells with their strides, sinks and ring of a part of a store, as kernels take them."
-    memory, exact = part.memory, part.exact
-    return memory.cells, memory.scales, *memory.cells.stride()[:3], exact.sinks, exact.recent
+    exact = part.exact.tensors
+    return *part.memory.strided, exact["sinks"], exact["recent"]
 
 
 class AppendPlan:
@@ -1655,8 +1655,8 @@ def encode_append(
             "FLAG": flags,
             "SLOTS": flags,
         }
-        place = Place(first, store.offset)
-        plan.launch_long(k, v, [*map(side_tensors, store.parts)], shared, place, config)
+        sides, place = [*map(side_tensors, store.parts)], Place(first, store.offset)
+        plan.launch_long(k, v, sides, shared, place, config)
     return flags
 
 # %% ../../nbs/18_encode.ipynb #40f00004
