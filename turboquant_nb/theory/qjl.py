@@ -155,8 +155,11 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.float() @ b.float()
 
 
-def sketch_signs(r: Tensor, S: Tensor) -> tuple:
-    "Sign bits [..., m] uint8 and norms [...] float32 of checked r [..., d]."
+def sketch_signs(
+    r: Tensor,  # [..., d] fp32, finite
+    S: Tensor,  # [m, d] sketch, on the same device
+) -> tuple:  # signs [..., m] uint8, 0 or 1; norms [...] fp32
+    "Sign bits of S r, and norms of r; neither is checked."
     peak = r.abs().amax(-1, keepdim=True)
     unit = r / peak.clamp(min=torch.finfo(torch.float32).tiny)
     norm = peak.squeeze(-1) * torch.linalg.vector_norm(unit, dim=-1)
