@@ -79,7 +79,10 @@ class Structure:
         return self.atoms[:, CA]
 
 
-def check_letters(letters: str, name: str = "letters") -> str:
+def check_letters(
+    letters: str,  # one for each residue, in any case
+    name: str = "letters",  # how errors call them
+) -> str:
     """Upper case. Raises ValueError for no residue, more than 1,022, and what is none of the
     twenty or X, which is all that a folding model can place."""
     if not 1 <= len(letters) <= LONGEST:
@@ -93,7 +96,10 @@ def in_one_pass(recipe) -> Recipe:  # a Recipe, or what `as_recipe` takes
     return replace(as_recipe(recipe), sinks=0, recent=0)
 
 
-def fold(turbo: TurboEsm, letters: str) -> Structure:
+def fold(
+    turbo: TurboEsm,  # of an `EsmForProteinFolding`
+    letters: str,  # one for each residue, in any case
+) -> Structure:
     """The structure of a protein, on the states of `turbo.code`; with None on exact ones, as
     the model gives it. Raises TypeError for a model that does not fold, ValueError as
     `check_letters` and `TurboEsm.on_codes`."""
