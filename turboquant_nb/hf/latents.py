@@ -75,7 +75,12 @@ def _plain(module, latent: Tensor, sizes: ExpansionSizes) -> Expansion | None:
     return Expansion(both[:, : sizes.still], both[:, sizes.still :])
 
 
-def expansion_sizes(own, module, latent: Tensor, rotary: Tensor) -> ExpansionSizes:
+def expansion_sizes(
+    own,  # the module's method, see `probe`
+    module,  # the attention that called it
+    latent: Tensor,  # [..., r], of which size, dtype and device count
+    rotary: Tensor,  # [..., t]
+) -> ExpansionSizes:
     "What a layer makes keys and values by. Raises ValueError as `probe`."
     found = probe(own, latent, rotary)
     sizes = ExpansionSizes(True, len(found.key), found.key.shape[1], found.value.shape[1])
