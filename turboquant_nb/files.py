@@ -107,7 +107,11 @@ class Saved(dict):
     ValueError that names the field, what was expected and what came."""
 
     @classmethod
-    def of(cls, value, name: str) -> "Saved":  # how errors call it
+    def of(
+        cls,
+        value,
+        name: str,  # how errors call it
+    ) -> "Saved":
         "From a field of its own."
         return cls(_refused(checks.instance, value, name, dict))
 

@@ -742,7 +742,10 @@ def writing(
 
 # %% ../../nbs/reference/cli_app.ipynb #e5bc8b91
 @contextmanager
-def ends_gently(output: Output, text: str):  # gives () -> whether Ctrl-C came
+def ends_gently(
+    output: Output,
+    text: str,  # what a first Ctrl-C makes it say
+):  # gives () -> whether Ctrl-C came
     """A first Ctrl-C is noted, for work that is to end after the part under way; a second one
     ends it at once."""
     pressed = threading.Event()

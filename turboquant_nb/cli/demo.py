@@ -285,7 +285,11 @@ class Comparison:
     ask: _Demo
     output: Output
 
-    def run(self, name: str, recipe) -> Run:  # None: uncompressed
+    def run(
+        self,
+        name: str,  # of the cache, in tables
+        recipe,  # as `filled` takes it; None: uncompressed
+    ) -> Run:
         "Answer the question and score the end of the book on one cache."
         model = self.model
         question = self.question

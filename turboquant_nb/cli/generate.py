@@ -393,7 +393,10 @@ class Conversation:
         self.messages = []
         self.cache = cache
 
-    def new_tokens(self, text: str) -> list:  # of int
+    def new_tokens(
+        self,
+        text: str,  # a message
+    ) -> list:  # of int
         "What the model reads next if this is said."
         if not self.chat:
             return self.tokenizer(text, add_special_tokens=not self.ids).input_ids
@@ -514,7 +517,11 @@ def load_conversation(
     talk.system = about["system"]
 
 # %% ../../nbs/reference/cli_generate.ipynb #697d1e84
-def status(cache, seconds: float = 0.0, tokens: int = 0) -> str:  # one line
+def status(
+    cache,  # a `TurboQuantCache`
+    seconds: float = 0.0,  # that the newest tokens took; 0: not known
+    tokens: int = 0,  # that came in this time
+) -> str:  # one line
     "Tokens held, bytes held, bytes saved against 16 bits, tokens per second."
     report = cache.report()
     exact = 2 * report["values"]

@@ -286,7 +286,10 @@ class CacheSize:
         return self.bytes(tokens - (tokens - 1) % self.tile if tokens else 0, batch)
 
 
-def sizes_of(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, of a value)
+def sizes_of(
+    layer,  # a `LayerInfo`
+    model_type: str,  # for the message
+) -> tuple:  # (KV heads, channels of a key, of a value)
     """What a `LayerInfo` says. Raises ValueError where keys and values have sizes that a config
     does not say in one place."""
     if layer.sized_by:

@@ -90,7 +90,9 @@ def check_letters(
     return check_residues(letters, name, f"{RESIDUES}X")
 
 
-def in_one_pass(recipe) -> Recipe:  # a Recipe, or what `as_recipe` takes
+def in_one_pass(
+    recipe,  # a `Recipe`, or what `as_recipe` takes
+) -> Recipe:
     """A recipe as a single pass can use it: all tokens come at once, so there are no first and
     no recent ones."""
     return replace(as_recipe(recipe), sinks=0, recent=0)
@@ -128,7 +130,10 @@ def _traces(a: Tensor, b: Tensor) -> tuple:
     return a.double(), b.double()
 
 
-def rmsd(a: Tensor, b: Tensor) -> float:  # Å
+def rmsd(
+    a: Tensor,  # [L, 3] in Å
+    b: Tensor,  # [L, 3] in Å
+) -> float:  # Å
     """Root mean square distance of two traces [L, 3] after superposition, by equation (27.5).
     Raises ValueError for other shapes, fewer than three residues, and NaN. Source: Kabsch 1976,
     by SciPy's `align_vectors`."""
@@ -139,10 +144,14 @@ def rmsd(a: Tensor, b: Tensor) -> float:  # Å
     return float(left / np.sqrt(len(a)))
 
 
-def lddt(a: Tensor, b: Tensor, within: float = 15.0) -> float:  # 0 to 1
-    """Share of the distances of a [L, 3] up to `within` Å that b has too, by equation (27.6);
-    a is what is compared with. Raises ValueError as `rmsd`, and where no two residues are that
-    near. Source: Mariani et al. 2013, on Cα atoms."""
+def lddt(
+    a: Tensor,  # [L, 3] in Å, what is compared with
+    b: Tensor,  # [L, 3] in Å
+    within: float = 15.0,  # Å: distances up to it count
+) -> float:  # 0 to 1
+    """Share of the distances of a up to `within` Å that b has too, by equation (27.6). Raises
+    ValueError as `rmsd`, and where no two residues are that near. Source: Mariani et al. 2013,
+    on Cα atoms."""
     a, b = (torch.cdist(x, x) for x in _traces(a.cpu(), b.cpu()))
     near = (a < within) & ~torch.eye(len(a), dtype=torch.bool)
     if not near.any():

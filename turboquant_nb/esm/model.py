@@ -437,7 +437,9 @@ def reread(
 # %% ../../nbs/26_esm.ipynb #f246d68a
 @patch
 def contacts(
-    self: TurboEsm, ids: Tensor, mask: Tensor | None = None
+    self: TurboEsm,
+    ids: Tensor,  # [B, T] on the model's device, ends included
+    mask: Tensor | None = None,  # [B, T] 1 for tokens, then 0 for padding; None: no padding
 ) -> Tensor:  # [B, T-2, T-2]
     """Contact probabilities of the model's own head, from the attention of `reread`. Raises
     ValueError for a model that was loaded without that head."""

@@ -314,7 +314,9 @@ RECIPES = {
 RECIPES |= {f"{n}+": replace(r, outliers=0.01) for n, r in RECIPES.items()}
 
 
-def as_transform(recipe) -> tuple:  # (name, TransformRecipe)
+def as_transform(
+    recipe,  # a `TransformRecipe`, or a name in `RECIPES`
+) -> tuple:  # (name, TransformRecipe)
     "A recipe and its name, 'custom' for one without. Raises ValueError for an unknown name."
     if isinstance(recipe, TransformRecipe):
         return next((n for n, r in RECIPES.items() if r == recipe), "custom"), recipe
@@ -476,7 +478,10 @@ class _Counts:
         return y * self.step[:, None] + self.low[:, None]
 
 
-def lloyd_rows(h: _Counts, bits: int) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
+def lloyd_rows(
+    h: _Counts,  # histograms, a row for each channel
+    bits: int,  # from 0
+) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
     "Lloyd's method on every row, from the quantiles of the density's cube root."
     k = 2**bits
     pull = h.count.pow(1 / 3).cumsum(1)
@@ -653,7 +658,9 @@ class TransformCode:
                 raise ValueError(f"{s[:20]}… ({len(s)} letters) is in the calibration set")
 
 
-def text_hashes(texts: list) -> Tensor:  # [n] int64, sorted
+def text_hashes(
+    texts: list,  # of str; case does not matter
+) -> Tensor:  # [n] int64, sorted
     "64 bits of the SHA-256 of each text in upper case."
     digest = lambda s: hashlib.sha256(s.upper().encode()).digest()[:8]
     return torch.tensor(sorted(int.from_bytes(digest(s), "little", signed=True) for s in texts))

@@ -32,7 +32,9 @@ from .. import checks
 from ..files import cache_dir
 
 # %% ../../nbs/reference/evaluation_models.ipynb #3f6b9d1c
-def import_extra(module: str):  # the imported module
+def import_extra(
+    module: str,  # its full name
+):  # the imported module
     "Import an optional module; ImportError names the extra that installs it."
     try:
         return importlib.import_module(module)

@@ -42,7 +42,10 @@ class Pair:
         "Some rows of the batch."
         return Pair(self.exact[rows], self.coded[rows], self.sinks, self.recent)
 
-    def is_exact(self, n: int) -> Tensor:  # [n, T] bool
+    def is_exact(
+        self,
+        n: int,  # queries: the last of T tokens
+    ) -> Tensor:  # [n, T] bool
         "Which tokens are met exactly by equation (28.1), for the last n tokens as queries."
         T = self.shape[2]
         t = torch.arange(T - n, T, device=self.device)[:, None]
@@ -154,7 +157,10 @@ class PairLayer(DynamicLayer):
             out.append(side.out_of_frame(found))
         return out
 
-    def sure(self, states: tuple) -> list:  # [B, H, T] bool each
+    def sure(
+        self,
+        states: tuple,  # (keys, values), exact, [B, H, T, d]
+    ) -> list:  # [B, H, T] bool each
         "Which keys, and which values, every program codes alike: `decided`."
         s = self.layer.store
         out = []
@@ -194,7 +200,9 @@ def pair_cache(
     return Cache(layers=[pair(x) for x in layers])
 
 
-def pair_layers(cache) -> dict:  # {index: PairLayer}
+def pair_layers(
+    cache,  # any; one without such layers gives an empty dict
+) -> dict:  # {index: PairLayer}
     "The layers of a cache that hold pairs."
     layers = enumerate(getattr(cache, "layers", ()))
     return {i: x for i, x in layers if isinstance(x, PairLayer)}

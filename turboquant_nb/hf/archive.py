@@ -240,7 +240,9 @@ def from_states(
     return cache
 
 
-def read_states(path) -> tuple:  # (tensors on the CPU, header)
+def read_states(
+    path,  # of a file of `save`
+) -> tuple:  # (tensors on the CPU, header)
     "What `save` wrote. Raises as `read_file`, and ValueError for files of before."
     with suppress(OSError), open(path, "rb") as file:
         if file.read(8) == b"TQNBCOLD":

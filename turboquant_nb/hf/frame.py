@@ -127,7 +127,10 @@ def text_ids(
     return ids
 
 
-def drawn_ids(model, length: int | None = None) -> Tensor:  # [4, tokens]
+def drawn_ids(
+    model,  # of transformers
+    length: int | None = None,  # tokens of a window; None: `WINDOW`, or all that fit
+) -> Tensor:  # [4, tokens]
     "Ids by Zipf's law over the vocabulary's order, the same in each call."
     length, generator = _length(model, length), torch.Generator("cpu").manual_seed(0)
     rank = torch.arange(1, _vocabulary(model) + 1, dtype=torch.float64, device="cpu")

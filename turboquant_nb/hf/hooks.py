@@ -130,7 +130,10 @@ def as_bool(
     return ~low
 
 
-def split_mask(mask: Tensor | None) -> tuple:  # (bool mask, or None; bias, or None)
+def split_mask(
+    # bool, or a number that is added to each score; the least of its dtype forbids
+    mask: Tensor | None,
+) -> tuple:  # (bool mask, or None; bias, or None)
     "What a mask forbids, and what it adds to the scores of all others."
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -547,7 +550,10 @@ class Padding(NamedTuple):
     left_only: bool  # whether that is all it says
 
     @classmethod
-    def of(cls, attention_mask: Tensor) -> "Padding":  # [B, T], 1 = real
+    def of(
+        cls,
+        attention_mask: Tensor,  # [B, T], 1 = real
+    ) -> "Padding":
         "At the price of waiting for the device once."
         real = attention_mask.bool()
         # a row may be all padding

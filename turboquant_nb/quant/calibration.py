@@ -116,7 +116,10 @@ class FrameSums:
         self.mean = self.fixed = self.apart = 0.0  # of keys before and after RoPE; [H, d] fp32
         self.energies = []  # [Hq, d] mean squares of queries
 
-    def add_keys(self, keys: Tensor) -> None:  # [B, H, n, d] of whole windows
+    def add_keys(
+        self,
+        keys: Tensor,  # [B, H, n, d] after RoPE, of whole windows
+    ) -> None:
         "Take the keys of n positions, the first of which is 0."
         x = keys.float()
         n = keys.shape[2]
@@ -135,7 +138,10 @@ class FrameSums:
         self.mean = self.mean + off * share
         self.fixed = self.fixed + (fixed - self.fixed) * share
 
-    def add_queries(self, queries: Tensor) -> None:  # [B, Hq, n, d]
+    def add_queries(
+        self,
+        queries: Tensor,  # [B, Hq, n, d] after RoPE
+    ) -> None:
         "Take the queries of whole windows, of one of the layers that read these keys."
         self.energies.append(queries[:, :, self.skip :].float().square().mean((0, 2)))
 

@@ -233,9 +233,12 @@ class Code:
         "What is kept of the error [..., d] of symbols and their stored scale: `extras`."
         return {}
 
-    def decode(self, coded: Coded, check_range: bool = False) -> Tensor:  # [..., d] fp32
-        """The whole vectors, still rotated and centred. With `check_range`, ValueError for a
-        symbol outside the table."""
+    def decode(
+        self,
+        coded: Coded,
+        check_range: bool = False,  # True: ValueError for a symbol outside the table
+    ) -> Tensor:  # [..., d] fp32
+        "The whole vectors, still rotated and centred."
         return self.levels(coded.codes, check_range) * coded.scale.float().unsqueeze(-1)
 
     def nearest(
@@ -631,7 +634,10 @@ def encode(
     return coded._replace(residual=kept)
 
 # %% ../../nbs/11_quantizer.ipynb #177b1214
-def decode_rotated(q: Quantizer, coded: Coded) -> Tensor:  # [..., d] fp32
+def decode_rotated(
+    q: Quantizer,
+    coded: Coded,  # by this quantizer or an equal one
+) -> Tensor:  # [..., d] fp32
     "The vectors of codes, still rotated and centred: what attention works on."
     return q.code.decode(coded, check_range=True)
 

@@ -41,7 +41,10 @@ class CosSinCache:
     def __deepcopy__(self, memo):
         return self  # copies share it too
 
-    def reach(self, tokens: int) -> Tensor:  # [positions, r] fp16: cosines, then sines
+    def reach(
+        self,
+        tokens: int,  # positions from 0
+    ) -> Tensor:  # [positions, r] fp16: cosines, then sines
         "Grow to rows for so many positions at least, `GROWTH` at a time; the table."
         have = self.table.shape[0]
         need = -(-tokens // GROWTH) * GROWTH
@@ -94,7 +97,11 @@ class Terms(NamedTuple):
     # [..., n, r]: what cosines and sines of each key's position are weighed with
     coefficients: Tensor | None = None
 
-    def scores(self, rows: Tensor | None = None) -> Tensor | float:  # rows: [..., T, r]
+    def scores(
+        self,
+        # [..., T, r] of `rows_at`; not looked at where there are no coefficients
+        rows: Tensor | None = None,
+    ) -> Tensor | float:  # broadcasts to [..., n, T]
         "What is added to scores [..., n, T]."
         if self.coefficients is None:
             return self.shift

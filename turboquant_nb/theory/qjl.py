@@ -277,8 +277,12 @@ def qjl_scores(
     return out
 
 # %% ../../nbs/07_qjl.ipynb #61e17766
-def sketch_estimate(bits: Tensor, norm: Tensor, S: Tensor) -> Tensor:  # [..., d] float32
-    "‖r‖ √(π/2)/m Sᵀσ of checked sign bits [..., m] and norms [...]."
+def sketch_estimate(
+    bits: Tensor,  # [..., m] uint8, 0 or 1
+    norm: Tensor,  # [...] ‖r‖, any float dtype
+    S: Tensor,  # [m, d] sketch
+) -> Tensor:  # [..., d] float32
+    "‖r‖ √(π/2)/m Sᵀσ of sign bits and norms; neither is checked."
     scale = norm.float() * (math.sqrt(math.pi / 2) / len(S))
     return _matmul(2 * bits.float() - 1, S) * scale.unsqueeze(-1)
 

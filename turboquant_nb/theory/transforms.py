@@ -75,11 +75,19 @@ class Moments:
         "The layers that vectors of this kind came from, in order."
         return sorted(layer for k, layer in self.second if k == kind)
 
-    def mean(self, kind: str, layer: int) -> Tensor:  # [H, d]
+    def mean(
+        self,
+        kind: str,  # as given to `add`
+        layer: int,
+    ) -> Tensor:  # [H, d]
         "E x."
         return self.first[kind, layer] / self.tokens
 
-    def mean_square(self, kind: str, layer: int) -> Tensor:  # [H, d, d]
+    def mean_square(
+        self,
+        kind: str,  # as given to `add`, with products
+        layer: int,
+    ) -> Tensor:  # [H, d, d]
         "E w x xᵀ."
         return self.second[kind, layer] / self.tokens
 

@@ -407,7 +407,10 @@ class RecentLayer(AttentionLayerBase):
 
     impl = kv_sharing_target_layer_name = None
 
-    def __init__(self, owner):  # a layer of vLLM
+    def __init__(
+        self,
+        owner,  # the layer of vLLM whose recent tokens it holds
+    ):
         self.layer_name = recent_name(owner.layer_name)
         self.heads = owner.num_kv_heads
         self.d = owner.head_size

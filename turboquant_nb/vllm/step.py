@@ -220,8 +220,10 @@ class ServingConfig:
         return key, value, None if spec.center == "none" else frame.fixed.to(device)
 
     def bytes_per_token(
-        self, d_key: int, d_value: int | None = None
-    ) -> int:  # d_value: d_key if None
+        self,
+        d_key: int,  # channels of a key
+        d_value: int | None = None,  # channels of a value; None: as of a key
+    ) -> int:
         """Bytes of one KV head in one layer. Raises ValueError for head sizes that cells do not
         hold."""
         key = self.recipe.key
