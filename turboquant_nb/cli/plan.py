@@ -379,7 +379,7 @@ class Plan:
 
     def bytes_of_weights(
         self,
-        model: Planned,  # of a shape: without parameters, so 0 bytes
+        model: Planned,  # of a shape, whose parameters are not known: 0 bytes
     ) -> int:
         "As given, or those of the parameters; Usage where a config does not say them."
         if self.weights is not None:

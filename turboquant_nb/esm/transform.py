@@ -508,7 +508,7 @@ class Histograms:
     def __init__(
         self,
         fits,  # {"key": FittedTransform, "value": the same}
-        recipe,  # a `TransformRecipe`: are counts weighed by attention?
+        recipe,  # a `TransformRecipe`: its sides say whether attention weighs what is counted
         bins=1024,  # of a channel, over sixteen standard deviations to either side
     ):
         self.out = {side: _grid(m, bins) for side, m in fits.items()}
