@@ -151,7 +151,13 @@ class TurboEsm:
     the model is as it was; `undo()`, or leaving a `with` block, drops the past. Raises
     TypeError/ValueError for what does not fit."""
 
-    def __init__(self, model, code=None, max_length: int | None = None):
+    def __init__(
+        self,
+        model,  # an ESM-2 of transformers: an `EsmModel`, or what holds one as `esm`
+        code=None,  # None, a preset, a `Recipe`, a list of them, or a `TransformCode`
+        # tokens of a sequence at most, ends included; None: any number
+        max_length: int | None = None,
+    ):
         if max_length is not None:
             checks.whole(max_length, "max_length", 1)
         self.base = _trunk(model)
@@ -183,16 +189,25 @@ class TurboEsm:
             hidden = f()
         return EsmOutput(hidden, None if self.head is None else self.head(hidden))
 
-    def run(self, hook, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
+    def run(
+        self,
+        hook,  # None: the model as it is
+        ids: Tensor,  # [B, T] on the model's device, ends included
+        mask: Tensor | None = None,  # [B, T] 1 for tokens, 0 for padding; None: no padding
+    ) -> EsmOutput:
         """The whole model over ids, with hook(layer, q, k, v, mask) -> (k, v, output or None)
         in every layer; nothing is kept."""
         self._warn_of_length(ids.shape[1])
         return self._run(hook, lambda: self.base(ids, attention_mask=mask).last_hidden_state)
 
-    def prefill(self, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
+    def prefill(
+        self,
+        ids: Tensor,  # [B, T] on the model's device, ends included
+        mask: Tensor | None = None,  # [B, T] 1 for tokens, then 0 for padding; None: no padding
+    ) -> EsmOutput:
         """Read whole sequences exactly, as the original model does bit for bit, and code their
-        states. `mask` [B, T] is 1 for tokens, then 0 for padding. Drops an earlier past; raises
-        ValueError for another mask, or more tokens than max_length."""
+        states. Drops an earlier past; raises ValueError for another mask, or more tokens than
+        max_length."""
         start = _padding(ids, mask)
         self.check_room(ids.shape[1])
         self.past = None
@@ -216,8 +231,12 @@ class TurboEsm:
             )
 
     def read_past(
-        self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False
-    ) -> tuple:
+        self,
+        ids: Tensor,  # [B, T]
+        start: Tensor,  # [B] int64, padding tokens of each row
+        mask: Tensor | None = None,  # as for `prefill`, but not checked
+        captured: bool = False,  # as for `Past`
+    ) -> tuple:  # (Past, EsmOutput)
         "A past that holds these sequences, and the output of the pass that filled it."
         past = open_past(
             self.code, self.shape, start, self.max_length, self.base.dtype, captured
@@ -288,7 +307,11 @@ def _encode(self: TurboEsm, x: Tensor, positions: Tensor) -> Tensor:
 
 
 @patch
-def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
+def decode(
+    self: TurboEsm,
+    ids: Tensor,  # [B, n], one row for each sequence of the past
+    causal: bool = True,  # a new token sees the new ones before it; False: all new ones
+) -> EsmOutput:
     """Append tokens [B, n]. They see the coded past and, exactly, themselves: each the tokens
     before it or, with causal=False, all of them. Raises ValueError without a past, for another
     batch, or beyond max_length; the past is then as before."""
@@ -319,10 +342,14 @@ def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
 # %% ../../nbs/26_esm.ipynb #8ffebb42
 @patch
 def rows(
-    self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int = 1024
-) -> EsmOutput:
+    self: TurboEsm,
+    ids: Tensor,  # [R] int64
+    at: Tensor,  # [R] int64 positions, from 0, padding not counted
+    sequence: int = 0,  # row of the past; negative: counted from the end
+    block: int = 1024,  # rows of one pass of the model
+) -> EsmOutput:  # hidden [R, D], logits [R, V]
     """Token ids[r] in place of position at[r], each alone in the frozen context of one
-    sequence: hidden [R, D]. The past does not change. Raises ValueError for a sequence or a
+    sequence. The past does not change. Raises ValueError for a sequence or a
     position that is not in it."""
     past = self._need()
     if not -len(past.start) <= sequence < len(past.start):
@@ -343,7 +370,12 @@ def rows(
 
 @patch
 def past_rows(
-    self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, block: int = 1024
+    self: TurboEsm,
+    past,  # a `Past` of one sequence
+    ids: Tensor,  # [R] int64
+    at: Tensor,  # [R] int64 positions, from 0
+    start: int = 0,  # slots before the sequence starts
+    block: int = 1024,  # rows of one pass of the model
 ) -> EsmOutput:
     "`rows` of a past that is given, positions unchecked: no number is read from the device."
     ratio = torch.zeros(1, device=ids.device)  # a masked token's embedding is 0 at any ratio
@@ -385,11 +417,14 @@ def on_codes(self: TurboEsm, look=None):
 
 @patch
 def reread(
-    self: TurboEsm, ids: Tensor, mask: Tensor | None = None, attentions: list | None = None
+    self: TurboEsm,
+    ids: Tensor,  # [B, T] on the model's device, ends included
+    mask: Tensor | None = None,  # [B, T] 1 for tokens, then 0 for padding; None: no padding
+    # gets the attention weights [B, H, T, T] of each layer, in order
+    attentions: list | None = None,
 ) -> EsmOutput:
     """A whole pass in which every layer attends on coded keys and values of the same pass,
-    nothing kept: what the code does to the encoder itself. A list takes the attention weights
-    [B, H, T, T] of each layer. ValueError as `on_codes`."""
+    nothing kept: what the code does to the encoder itself. ValueError as `on_codes`."""
     visible = _real(ids, mask)[:, None, None]
 
     def look(q, k, v):
@@ -402,7 +437,9 @@ def reread(
 # %% ../../nbs/26_esm.ipynb #f246d68a
 @patch
 def contacts(
-    self: TurboEsm, ids: Tensor, mask: Tensor | None = None
+    self: TurboEsm,
+    ids: Tensor,  # [B, T] on the model's device, ends included
+    mask: Tensor | None = None,  # [B, T] 1 for tokens, then 0 for padding; None: no padding
 ) -> Tensor:  # [B, T-2, T-2]
     """Contact probabilities of the model's own head, from the attention of `reread`. Raises
     ValueError for a model that was loaded without that head."""

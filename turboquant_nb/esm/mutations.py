@@ -110,7 +110,12 @@ class MaskedRows:
     cannot be captured, more tokens than max_length, another length, and states that are not
     finite."""
 
-    def __init__(self, turbo: TurboEsm, length: int, graphs=CudaGraph):  # or a class like it
+    def __init__(
+        self,
+        turbo: TurboEsm,  # with a language-model head
+        length: int,  # residues of each protein
+        graphs=CudaGraph,  # or a class like it, such as `Tape`
+    ):
         _check_head(turbo, "frozen", ("frozen",))
         checks.whole(length, "length", 1)
         turbo.check_room(length + 2)

@@ -342,7 +342,10 @@ class ModelInfo:
     """What a cache must know of a model, read from its config. Raises TypeError for what is no
     model of transformers, ValueError for one that cannot be served."""
 
-    def __init__(self, model_or_config):
+    def __init__(
+        self,
+        model_or_config,  # of transformers; of a model with several parts, the whole
+    ):
         _check_adapter(model_or_config)
         self.config = _text_config(model_or_config)
         registered = is_registered(self.config)  # else it refuses kinds that are not served

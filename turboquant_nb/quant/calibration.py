@@ -92,7 +92,10 @@ class LayerFrame:
             self.placed[name] = found, scale
         return self.placed[name]
 
-    def of_heads(self, heads: slice) -> "LayerFrame":
+    def of_heads(
+        self,
+        heads: slice,  # which of the H heads: those of one rank under tensor parallelism
+    ) -> "LayerFrame":
         "The frame of some of the KV heads."
         return LayerFrame(**{name: x[heads] for name, x in self.tensors.items()})
 
@@ -113,7 +116,10 @@ class FrameSums:
         self.mean = self.fixed = self.apart = 0.0  # of keys before and after RoPE; [H, d] fp32
         self.energies = []  # [Hq, d] mean squares of queries
 
-    def add_keys(self, keys: Tensor) -> None:  # [B, H, n, d] of whole windows
+    def add_keys(
+        self,
+        keys: Tensor,  # [B, H, n, d] after RoPE, of whole windows
+    ) -> None:
         "Take the keys of n positions, the first of which is 0."
         x = keys.float()
         n = keys.shape[2]
@@ -132,7 +138,10 @@ class FrameSums:
         self.mean = self.mean + off * share
         self.fixed = self.fixed + (fixed - self.fixed) * share
 
-    def add_queries(self, queries: Tensor) -> None:  # [B, Hq, n, d]
+    def add_queries(
+        self,
+        queries: Tensor,  # [B, Hq, n, d] after RoPE
+    ) -> None:
         "Take the queries of whole windows, of one of the layers that read these keys."
         self.energies.append(queries[:, :, self.skip :].float().square().mean((0, 2)))
 
@@ -172,7 +181,10 @@ class Calibration:
                 f"{len(self.transforms)}"
             )
 
-    def check(self, config) -> None:
+    def check(
+        self,
+        config,  # of transformers; of a model with several parts, the whole
+    ) -> None:
         "Raise ValueError, naming what differs, unless it is of a model with this config."
         mine = self.header["about"]
         other = read_facts(config)
@@ -182,7 +194,10 @@ class Calibration:
         if differ:
             raise ValueError(f"the calibration is of another model: it has {'; '.join(differ)}")
 
-    def recipes(self, recipes: list) -> list:
+    def recipes(
+        self,
+        recipes: list,  # a `Recipe` for each of these layers, in order
+    ) -> list:  # the same list where there are no transforms
         """Recipes of all layers that hold keys and values, with the transforms, if there are
         any, in place of their rotation. Raises ValueError for another number of layers, and for
         a rotation that was chosen."""
@@ -224,7 +239,10 @@ class Calibration:
 FORMAT = "turboquant-nb calibration 3"
 
 
-def save_calibration(c: Calibration, path) -> None:
+def save_calibration(
+    c: Calibration,
+    path,  # of the file to write; replaced where there is one
+) -> None:
     """Write transforms, frames and header to one safetensors file; of frames alone, kilobytes.
     Raises TypeError for what is no calibration."""
     checks.instance(c, "calibration", Calibration)

@@ -202,29 +202,49 @@ class Code:
         "A copy of the code on another device."
         raise NotImplementedError
 
-    def encode(self, u: Tensor) -> Tensor:
-        "u [..., n, d] fp32, finite, of unit variance -> symbols [..., n, d] uint8."
+    def encode(
+        self,
+        u: Tensor,  # [..., n, d] fp32, finite, of unit variance
+    ) -> Tensor:  # [..., n, d] uint8
+        "The symbols of vectors."
         raise NotImplementedError
 
-    def fit(self, u: Tensor) -> tuple | None:
+    def fit(
+        self,
+        u: Tensor,  # [..., n, d] fp32, finite, of unit variance
+    ) -> tuple | None:
         """(`encode` of u, its inner product with their levels [..., n], the levels' squared
         norm), where a kernel has them in one pass; None where it has not."""
         return None
 
-    def levels(self, codes: Tensor, check_range: bool = False) -> Tensor:
-        "Symbols -> the vectors [..., n, d] fp32 of unit variance that they stand for."
+    def levels(
+        self,
+        codes: Tensor,  # [..., n, d] integers
+        # True: ValueError for a symbol outside the table, which waits for the device
+        check_range: bool = False,
+    ) -> Tensor:  # [..., n, d] fp32
+        "The vectors of unit variance that symbols stand for."
         raise NotImplementedError
 
-    def residual(self, error: Tensor) -> dict:
+    def residual(
+        self,
+        error: Tensor,  # [..., d] fp32, centred and rotated as what was coded
+    ) -> dict:  # {name of an extra: [..., bits] uint8, or [...] fp32}
         "What is kept of the error [..., d] of symbols and their stored scale: `extras`."
         return {}
 
-    def decode(self, coded: Coded, check_range: bool = False) -> Tensor:  # [..., d] fp32
-        """The whole vectors, still rotated and centred. With `check_range`, ValueError for a
-        symbol outside the table."""
+    def decode(
+        self,
+        coded: Coded,
+        check_range: bool = False,  # True: ValueError for a symbol outside the table
+    ) -> Tensor:  # [..., d] fp32
+        "The whole vectors, still rotated and centred."
         return self.levels(coded.codes, check_range) * coded.scale.float().unsqueeze(-1)
 
-    def nearest(self, u: np.ndarray) -> tuple | None:
+    def nearest(
+        self,
+        u: np.ndarray,  # [n, d] fp32, finite, of unit variance
+    ) -> tuple | None:  # (codes [n, d] of any integer type, levels [n, d] fp32)
         "`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has none such."
         return None
 
@@ -343,7 +363,10 @@ def _coarser(code: ScalarCode) -> ScalarCode:
 class HeadCodes(Code):
     "A code for every head, all with the same bits."
 
-    def __init__(self, heads: tuple):
+    def __init__(
+        self,
+        heads: tuple,  # a `Code` for each KV head, in order
+    ):
         self.heads = heads
         self.d = heads[0].d
         self.channel_bits = heads[0].channel_bits
@@ -383,7 +406,10 @@ def scalar_codebook(
     return CODEBOOKS[kind](bits, d)
 
 
-def scalar_code(spec: Spec, d: int) -> ScalarCode:
+def scalar_code(
+    spec: Spec,  # only its bits and its codebook matter, one of `CODEBOOKS`
+    d: int,  # head size
+) -> ScalarCode:
     "One table, or one for each number of bits; shared by all sides with these."
     return _scalar_code(spec.bits, spec.codebook, d)
 
@@ -451,11 +477,19 @@ class Quantizer:
         "The table of a code that is one."
         return self.code.codebook
 
-    def encode(self, x: Tensor, mean: Tensor | None = None, name: str = "x") -> Coded:
+    def encode(
+        self,
+        x: Tensor,  # [..., d] fp32/fp16/bf16, where the quantizer is
+        mean: Tensor | None = None,  # broadcastable to x; None: nothing is subtracted
+        name: str = "x",  # how errors call x
+    ) -> Coded:
         "`encode`."
         return encode(self, x, mean, name)
 
-    def decode_rotated(self, coded: Coded) -> Tensor:
+    def decode_rotated(
+        self,
+        coded: Coded,  # by this quantizer or an equal one
+    ) -> Tensor:  # [..., d] fp32
         "`decode_rotated`."
         return decode_rotated(self, coded)
 
@@ -554,8 +588,12 @@ def code_rows(
 
 
 def residual_rows(
-    q: Quantizer, x: Tensor, mean: Tensor | None, coded: Coded, block: int = 4096
-) -> dict:
+    q: Quantizer,
+    x: Tensor,  # [..., d] as given to `code_rows`
+    mean: Tensor | None,  # in the shape of x
+    coded: Coded,  # codes, and scales in the dtype in which they are stored
+    block: int = 4096,  # vectors at a time
+) -> dict:  # {name of an extra: tensor}
     """What the code keeps of the errors of vectors, coded with the scales as stored: bits
     [..., m] uint8 and fp32 numbers [...] by name."""
     lead = x.shape[:-1]
@@ -596,7 +634,10 @@ def encode(
     return coded._replace(residual=kept)
 
 # %% ../../nbs/11_quantizer.ipynb #177b1214
-def decode_rotated(q: Quantizer, coded: Coded) -> Tensor:  # [..., d] fp32
+def decode_rotated(
+    q: Quantizer,
+    coded: Coded,  # by this quantizer or an equal one
+) -> Tensor:  # [..., d] fp32
     "The vectors of codes, still rotated and centred: what attention works on."
     return q.code.decode(coded, check_range=True)
 

@@ -105,8 +105,13 @@ class MixedCodebook:
         run = lambda v: slice(v[0], v[-1] + 1) if v[-1] - v[0] + 1 == len(v) else v
         return [(self.channel_bits[v[0]], run(v), self.books[v[0]]) for v in found.values()]
 
-    def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
-        """x [..., d] float -> uint8 codes [..., d]. ValueError for another d, NaN, Inf or
+    def encode(
+        self,
+        x: Tensor,  # [..., d] any float dtype, where the tables are
+        # False: NaN and Inf get some code, and nothing waits for the device
+        check_finite: bool = True,
+    ) -> Tensor:  # [..., d] uint8
+        """The code of the nearest level of each channel. ValueError for another d, NaN, Inf or
         another device."""
         self._check(checks.floats(x, "x"), "x")
         if check_finite:
@@ -120,10 +125,14 @@ class MixedCodebook:
         return codes
 
     def decode(
-        self, codes: Tensor, dtype: torch.dtype = torch.float32, check_range: bool = True
-    ) -> Tensor:
-        """codes [..., d] -> levels [..., d]. ValueError for another d or device, or a code that
-        its channel does not have."""
+        self,
+        codes: Tensor,  # [..., d] integers; 0 in channels of 0 bits
+        dtype: torch.dtype = torch.float32,  # of the result
+        # False: nobody looks whether codes are in the table of their channel
+        check_range: bool = True,
+    ) -> Tensor:  # [..., d] levels times `std`
+        """The levels of codes. ValueError for another d or device, or a code that its channel
+        does not have."""
         self._check(checks.integers(codes, "codes"), "codes")
         x = torch.zeros(codes.shape, dtype=dtype, device=codes.device)
         for _, index, book in self.groups:

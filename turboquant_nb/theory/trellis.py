@@ -191,11 +191,17 @@ class Trellis:
         read = self.index.to(symbols.device)[self.windows(symbols)]
         return self.table.to(symbols.device)[read]
 
-    def symbols(self, windows: Tensor) -> Tensor:  # uint8, the same shape
+    def symbols(
+        self,
+        windows: Tensor,  # integers of any shape, as `windows` gives them
+    ) -> Tensor:  # uint8, the same shape
         "The bits that each window's own channel has."
         return (windows & ((1 << self.bits) - 1)).to(torch.uint8)
 
-    def windows(self, symbols: Tensor) -> Tensor:  # [..., n] long
+    def windows(
+        self,
+        symbols: Tensor,  # [..., n] integers, the bits of each channel
+    ) -> Tensor:  # [..., n] long
         "The window of each channel."
         rows = self.rows(checks.integers(symbols, "symbols").long())
         held = -(-self.length // self.bits) - 1  # channels before this one that a window sees
@@ -210,8 +216,11 @@ class Trellis:
             out = (out << self.bits) | padded[:, held - back : padded.shape[1] - back]
         return (out & ((1 << self.length) - 1)).view(symbols.shape)
 
-    def rows(self, x: Tensor) -> Tensor:  # [segments, channels]
-        "Vectors [..., n], cut. Raises ValueError for a length that does not fit."
+    def rows(
+        self,
+        x: Tensor,  # [..., n], where n is a multiple of the segment
+    ) -> Tensor:  # [segments, channels]
+        "Vectors, cut into segments. Raises ValueError for a length that does not fit."
         n = x.shape[-1] if x.ndim else 0
         width = self.segment or n
         held = -(-self.length // self.bits) - 1

@@ -165,14 +165,22 @@ class ServingConfig:
                 )
 
     @classmethod
-    def of(cls, options: dict) -> "ServingConfig":
+    def of(
+        cls,
+        options: dict,  # {field: value}, as JSON gives them
+    ) -> "ServingConfig":
         "From a user's options. Raises ValueError for one that does not exist."
         known = [f.name for f in fields(cls)]
         for name in checks.instance(options, "options", dict):
             checks.one_of(name, "option", known)
         return cls(**options)
 
-    def quantizers(self, d_key: int, d_value: int, device) -> tuple:
+    def quantizers(
+        self,
+        d_key: int,  # channels of a key
+        d_value: int,  # channels of a value
+        device,
+    ) -> tuple:
         "Of keys and of values, without a calibration."
         key = replace(self.recipe.key, center="none", pair_scale="none")
         sides = (key, d_key), (self.recipe.value, d_value)
@@ -212,8 +220,10 @@ class ServingConfig:
         return key, value, None if spec.center == "none" else frame.fixed.to(device)
 
     def bytes_per_token(
-        self, d_key: int, d_value: int | None = None
-    ) -> int:  # d_value: d_key if None
+        self,
+        d_key: int,  # channels of a key
+        d_value: int | None = None,  # channels of a value; None: as of a key
+    ) -> int:
         """Bytes of one KV head in one layer. Raises ValueError for head sizes that cells do not
         hold."""
         key = self.recipe.key
@@ -225,16 +235,24 @@ class ServingConfig:
         return CellLayout(key.bits, value.bits, d_key, d_value).bytes_per_token
 
     def recent_block(
-        self, tokens: int, d: int, itemsize: int, d_value: int | None = None
+        self,
+        tokens: int,  # coded tokens of a page
+        d: int,  # channels of a key
+        itemsize: int,  # bytes of a number of the model
+        d_value: int | None = None,  # channels of a value; None: as of a key
     ) -> int:
         """Recent tokens that fit into the page of a block of coded ones beside the first ones:
-        a power of two. itemsize: bytes of a number of the model; d_value: d if None. Raises
-        ValueError where none does."""
+        a power of two. Raises ValueError where none does."""
         each = self.bytes_per_token(d, d_value)
         return recent_block(tokens * each, d + (d_value or d), itemsize, self.sinks)
 
     def recent_blocks(
-        self, tokens: int, d: int, itemsize: int, step: int = 1, d_value: int | None = None
+        self,
+        tokens: int,  # coded tokens of a page
+        d: int,  # channels of a key
+        itemsize: int,  # bytes of a number of the model
+        step: int = 1,  # tokens that the step brings
+        d_value: int | None = None,  # channels of a value; None: as of a key
     ) -> int:
         """Pages of recent tokens that a request holds at most in a step that brings it so many
         tokens."""
@@ -287,7 +305,11 @@ class Step:
     # what layers share: lists of work, of requests that decode and of each group
     work: dict = field(default_factory=dict)
 
-    def once(self, name: tuple, make):
+    def once(
+        self,
+        name: tuple,  # by which layers find what is made
+        make,  # () -> it
+    ):
         "What the first layer that asks for it makes for all."
         if name not in self.work:
             self.work[name] = make()
@@ -305,16 +327,17 @@ class Step:
     @classmethod
     def of(
         cls,
-        table: Tensor,
-        lengths: Tensor,
+        table: Tensor,  # [B, n] int32 blocks of each request
+        lengths: Tensor,  # [B] int32 tokens of each request, those of this step included
+        # [B + 1] first token of each request among those of the step, and the end
         starts: Tensor,
-        decodes: int,
+        decodes: int,  # requests that decode, which come first
+        # [B] the numbers of `lengths`; those of requests that decode are not read
         host_lengths: list,
-        host_starts: list,
-        each: int = 1,
+        host_starts: list,  # [B + 1] the numbers of `starts`
+        each: int = 1,  # tokens of each request that decodes: 1, or 1 and its drafts
     ) -> "Step":
-        """host_lengths, host_starts: the numbers of `lengths` and `starts`, of requests that do
-        not decode at least, where the host can read them."""
+        "A step whose requests that do not decode are sorted into chunks and groups."
         chunks = []
         short = {}
         for i in range(decodes, len(host_lengths)):
@@ -379,7 +402,10 @@ class States(NamedTuple):
     k: Tensor  # [T, H, d_key]
     v: Tensor  # [T, H, d_value]
 
-    def rows(self, which) -> "States":
+    def rows(
+        self,
+        which,  # a slice, or [n] integers
+    ) -> "States":
         "Of some tokens."
         return States(*(x[which] for x in self))
 
@@ -486,16 +512,28 @@ class CodedAttention:
         join_piece(own, lse, self._unrotated(own, dtype)[0], lse)
         past_cells(cache, self.plan, one * 0, n, *sides(n))
 
-    def store(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        "Code the tokens of a step into their slots; below 0: padding."
+    def store(
+        self,
+        cache: Tensor,  # [blocks, H, N, C] uint8, changed in place
+        k: Tensor,  # [T, H, d_key]
+        v: Tensor,  # [T, H, d_value]
+        slots: Tensor,  # [T] int32 or int64, block * N + place; below 0: padding
+    ) -> None:
+        "Code the tokens of a step into their slots."
         (append_slots if self.plan is None else append_cells)(cache, self.codes, k, v, slots)
 
     def store_recent(
-        self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, origins: Tensor | None = None
+        self,
+        cache: Tensor,  # [blocks, H, n + sinks, d_key + d_value], changed in place
+        k: Tensor,  # [T, H, d_key]
+        v: Tensor,  # [T, H, d_value]
+        slots: Tensor,  # [T] int32 or int64, block * n + place; below 0: padding
+        # [T, sinks] int32 of `sink_origins` or `locate_sinks`; None: no first tokens
+        origins: Tensor | None = None,
     ) -> None:
-        """Keep the exact states of a step's tokens in their slots of the recent blocks; below
-        0: padding. And first tokens beside them, where `origins` ([T, sinks], of `sink_origins`
-        or `locate_sinks`) says from where. Comes right after `store`."""
+        """Keep the exact states of a step's tokens in their slots of the recent blocks, and
+        first tokens beside them, where `origins` says from where. Comes right after
+        `store`."""
         if self.plan is None:
             return store_recent(cache, k, v, slots, origins)
         append_recent(cache, k, v, slots, origins, early=True)
@@ -704,14 +742,18 @@ def _numbers(version: str) -> tuple:
     return tuple(map(int, parts)) if len(parts) > 1 and all(map(str.isdigit, parts)) else (0, 0)
 
 
-def version_reason(version: str) -> str:
+def version_reason(
+    version: str,  # such as "0.27.1"
+) -> str:
     "Why a release of vLLM is not served; empty if it is, or if it is newer than all tested."
     if _numbers(version) >= VERSIONS[0]:
         return ""
     return f"vLLM must be at least {'.'.join(map(str, VERSIONS[0]))}, got {version}"
 
 
-def version_remark(version: str) -> str:
+def version_remark(
+    version: str,  # such as "0.27.1"
+) -> str:
     "That a release is newer than all that were tested; empty if it is not."
     if _numbers(version) <= VERSIONS[1]:
         return ""
@@ -729,7 +771,11 @@ LATENTS = (
 
 
 def layer_reasons(
-    alibi_slopes=None, attn_type="decoder", kv_cache_dtype="auto", fast_prefill=False, other=()
+    alibi_slopes=None,  # None: the layer has none
+    attn_type="decoder",  # vLLM's name of the kind of attention
+    kv_cache_dtype="auto",  # as --kv-cache-dtype says
+    fast_prefill=False,  # whether vLLM runs with kv_sharing_fast_prefill
+    other=(),  # further options of the layer, by name
 ) -> list:
     "Why a layer is not served, one reason for each thing; empty if it is."
     other_kind = attn_type != "decoder"
@@ -747,7 +793,9 @@ def layer_reasons(
     return [why for why, applies in reasons.items() if applies]
 
 
-def parallel_reasons(parallel) -> list:
+def parallel_reasons(
+    parallel,  # vLLM's parallel_config
+) -> list:
     "Why a way of dividing work among GPUs is not served."
     names = dict(
         decode_context_parallel_size="decode context parallelism",
@@ -760,7 +808,11 @@ def parallel_reasons(parallel) -> list:
     ]
 
 
-def recent_reasons(config, scheduler, parallel) -> list:
+def recent_reasons(
+    config,  # a `ServingConfig`
+    scheduler,  # vLLM's scheduler_config
+    parallel,  # vLLM's parallel_config
+) -> list:
     "Why exact recent tokens are not served."
     reasons = {
         "without the hybrid KV cache manager, which frees them "
@@ -776,7 +828,12 @@ def recent_reasons(config, scheduler, parallel) -> list:
     ]
 
 
-def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
+def room_reasons(
+    config,  # a `ServingConfig`
+    tokens: int,  # of a block
+    d: int,  # channels of a key, and of a value
+    itemsize: int,  # bytes of a number of the model
+) -> list:
     "Why pages of blocks of so many tokens have no room for recent and first ones."
     try:
         config.recent_block(tokens, d, itemsize)
@@ -788,7 +845,10 @@ def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
     return []
 
 
-def mean_reasons(config, model_config) -> list:
+def mean_reasons(
+    config,  # a `ServingConfig`
+    model_config,  # of transformers
+) -> list:
     "Why a model is not served whose keys are far from 0."
     found = config.calibration
     centred = found is not None and any(x.fixed is not None for x in found.frames)
@@ -840,7 +900,9 @@ def wide_reasons(
 _MOST = 16  # tokens of a request that the kernel on codes takes at once
 
 
-def draft_reasons(speculative) -> list:
+def draft_reasons(
+    speculative,  # vLLM's speculative_config, or None
+) -> list:
     "Why a way of speculating is not served."
     if speculative is None:
         return []
