@@ -197,41 +197,6 @@ from turboquant_nb.kernels.decode_mma import (
 from .encode import device_properties, strides
 from .launch import select_kernel
 
-# %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00015
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-#| exports
-
-
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b0001a
 class CellCall(NamedTuple):
     "What a call of cells brings."
