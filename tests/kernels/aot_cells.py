@@ -160,7 +160,7 @@ def join(
     learnt=False,
 ):
     constants = sizes(c) | dict.fromkeys(("HAS_START", "HAS_END"), False)
-    constants |= dict.fromkeys("SK WK SV WV START END sb ckb cvb".split())
+    constants |= dict.fromkeys("SK WK SV WV".split())
     constants |= dict(
         Q=4,
         R=together,

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['NUMBER_SLOTS', 'plane_places', 'load_bytes', 'code_of_bytes', 'read_levels', 'soft_cap', 'query_places',
            'portable_kernel', 'attend_exactly', 'add_splits', 'log_sum', 'key_products', 'combine_kernel',
-           'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'WindowChain', 'window_chain',
-           'CodeTables', 'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers', 'padded_size', 'rotate',
-           'shared_arguments', 'cell_arguments', 'SplitRule', 'Parts', 'exact_arguments', 'combine', 'plain_queries',
-           'portable_attention', 'score_bias', 'fast_pairs', 'AngleTables', 'angle_tables', 'rotated_queries']
+           'DecodeOperands', 'Cut', 'Paging', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'WindowChain',
+           'window_chain', 'CodeTables', 'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers',
+           'padded_size', 'rotate', 'shared_arguments', 'cell_arguments', 'SplitRule', 'Parts', 'exact_arguments',
+           'combine', 'plain_queries', 'portable_attention', 'score_bias', 'fast_pairs', 'AngleTables', 'angle_tables',
+           'rotated_queries']
 
 # %% ../../nbs/19_decode.ipynb #4b4c78b3
 from typing import NamedTuple
@@ -555,17 +556,18 @@ def _own_tokens(
     CAPPED: tl.constexpr,
 ):
     """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
-    sum."""
-    CK, ckh, ckn = keys
-    CV, cvh, cvn = values
+    sum. keys, values: the chunk, with its strides."""
+    CK, ckb, ckh, ckn = keys
+    CV, cvb, cvh, cvn = values
+    ck = CK + b.to(tl.int64) * ckb + h.to(tl.int64) * ckh
+    cv = CV + b.to(tl.int64) * cvb + h.to(tl.int64) * cvh
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
     top = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
     for j in range(0, tokens.chunk):
-        token = (b * tokens.chunk + j).to(tl.int64)
-        k = tl.load(CK + token * ckn + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
-        v = tl.load(CV + token * cvn + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
+        k = tl.load(ck + j * ckn + d, mask=d < D, other=0.0).to(tl.float32)
+        v = tl.load(cv + j * cvn + e, mask=e < DV, other=0.0).to(tl.float32)
         s = tl.sum(q * k[None, :], 1)
         if CAPPED:
             s = soft_cap(s, cap)
@@ -738,14 +740,11 @@ def combine_kernel(
         if HAS_END:
             stop = tl.load(END + b).to(tl.int32)
         d = tl.arange(0, DP)[None, :]
-        if BLOCKS:
-            here = (QUERY + token * sn + head * sh)[:, None]
-        else:
-            here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
+        here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
         if BLOCKS:
-            keys, values = (CK, ckh, ckn), (CV, cvh, cvn)
+            keys, values = (CK, ckb, ckh, ckn), (CV, cvb, cvh, cvn)
             m, whole, near = _own_tokens(
                 q, b, h, r % n, keys, values, tokens, cap_at, D, DP, DV, DVP, R, SLIDING, CAPPED
             )
@@ -840,7 +839,8 @@ from torch import Tensor
 
 from ..cache.attention import Call, Rule
 from ..cache.memory import Places
-from .encode import Launcher, is_interpreted, packed_order
+from ..cache.pages import Recent
+from .encode import Launcher, is_interpreted, packed_order, strides
 
 # %% ../../nbs/19_decode.ipynb #a5968428
 class DecodeOperands(NamedTuple):
@@ -856,10 +856,10 @@ class DecodeOperands(NamedTuple):
     key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
     value_rotation: Tensor  # [d_value, d_value] fp32
     key_mean: Tensor | None  # [1, H, 1, d]
-    key_sinks: Tensor  # [B, H, sinks, d] exact
-    key_recent: Tensor  # [B, H, recent, d], a ring
-    value_sinks: Tensor
-    value_recent: Tensor
+    key_sinks: Tensor | None  # [B, H, sinks, d] exact; None: an engine has them in blocks
+    key_recent: Tensor | None  # [B, H, recent, d], a ring
+    value_sinks: Tensor | None
+    value_recent: Tensor | None
     k: Tensor | None  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None
     start: Tensor | None  # [B] int64; None: no sequence is padded
@@ -904,6 +904,48 @@ class DecodeOperands(NamedTuple):
         return self.value_cells, self.value_scales, self.value_places
 
 # %% ../../nbs/19_decode.ipynb #7299d6bd
+class Cut(NamedTuple):
+    "How an engine's batch is cut into programs."
+
+    parts: "Parts"  # memory for what they leave
+    work: Tensor | None  # the list of work; None: each request has as many splits
+    known: bool = True  # had a call before this one made the list, or is there none?
+
+
+class Paging(NamedTuple):
+    "What an engine brings to a call, whose requests are its sequences."
+
+    table: Tensor  # [B, n] int32: in which block each request has its tiles
+    out: Tensor  # [B m, Hq, d_value], neighbouring channels side by side, is written
+    lse: Tensor  # [B m, Hq] fp32, contiguous, is written
+    # operands, their sizes, query rows of a program, programs that fill the device, tokens of a
+    # tile -> `Cut`
+    cut: object
+    # exact tokens before the call's, in blocks; None: their codes are read
+    recent: Recent | None = None
+    logits: Tensor | None = None  # [Hq], contiguous: one more score of each head, of nothing
+    # begin while the launch before runs: it appends this step's tokens, and wrote nothing else
+    # of what is read
+    early: bool = False
+
+    def exact(self, chunk: int) -> tuple:  # (first tokens, tokens at the end)
+        "How many tokens of a request are exact where the call brings so many itself."
+        if self.recent is None:
+            return 0, chunk
+        return self.recent.sinks, chunk + self.recent.tokens
+
+    def arguments(self, cut: Cut) -> dict:
+        "What kernels that read codes take of it."
+        return dict(
+            PAGES=self.table,
+            page_stride=self.table.stride(0),
+            PAGED=True,
+            WORK=self.table if cut.work is None else cut.work,
+            requests=len(self.table),
+            LISTED=cut.work is not None,
+        )
+
+
 class DecodeSizes(NamedTuple):
     "Sizes that follow from operands."
 
@@ -922,13 +964,17 @@ class DecodeSizes(NamedTuple):
     value_bits: int
 
     @classmethod
-    def of(cls, x: DecodeOperands) -> "DecodeSizes":
+    def of(cls, x: DecodeOperands, paging: Paging | None = None) -> "DecodeSizes":
         batch, query_heads, n, d = x.q.shape
         heads, tiles = x.key_cells.shape[1:3]
         dv = len(x.value_rotation)
         chunk = 0 if x.k is None else x.k.shape[2]
-        sinks = x.key_sinks.shape[2]
-        recent = x.key_recent.shape[2]
+        if paging is None:
+            sinks = x.key_sinks.shape[2]
+            recent = x.key_recent.shape[2]
+        else:
+            tiles = paging.table.shape[1]
+            sinks, recent = paging.exact(chunk)
         return cls(
             batch=batch,
             heads=heads,
@@ -1275,6 +1321,54 @@ def exact_arguments(
     return exact | dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn), mixed
 
 
+def _combine_paged(x, s, shared, cut: Cut, fast: bool, pdl: bool, paging: Paging) -> tuple:
+    "`combine` of an engine's requests, to its memory."
+    recent, out = paging.recent, paging.out
+    interpreted = is_interpreted()
+    many = len(out) * out.shape[1] > 1024 or interpreted  # it runs one program after another
+    together = 1 << min(4, s.rows).bit_length() - 1 if many else 1  # a power of two
+    near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    rest = out if fast else torch.empty_like(near)
+    k, v = (x.q, x.q) if x.k is None else (x.k, x.v)
+    at_once = 16 if interpreted else max(1, 16 // together)
+    blocks, table = (out[:, :, None], paging.table)  # any tensors
+    if recent is not None:
+        blocks, table = recent.cache, recent.table
+    named = shared | dict.fromkeys("SK WK SV WV".split())
+    named |= dict(CK=k, **strides(k, "ckb", "ckh", "ckn"))
+    named |= dict(CV=v, **strides(v, "cvb", "cvh", "cvn"))
+    named |= dict(NEAR=blocks, NEAR_TABLE=table, **strides(blocks, "nb", "nh", "nt"))
+    named |= strides(near, "ot", "oh") | strides(table, "near_stride")
+    named |= dict(
+        OUT_PARTS=cut.parts.out,
+        LSE_PARTS=cut.parts.lse,
+        OUT=near,
+        REST=rest,
+        LSE=paging.lse,
+        WORK=paging.table if cut.work is None else cut.work,
+        LOGITS=out if paging.logits is None else paging.logits,
+        splits=cut.parts.lse.shape[1],
+        blocks=cut.parts.blocks,
+        recent=0 if recent is None else recent.tokens,
+        Q=cut.parts.lse.shape[2],
+        R=together,
+        SB=max(2, min(16, 64 // together)),
+        EB=0 if x.k is None else at_once,
+        N=recent.block if recent is not None and recent.tokens else 0,
+        BLOCKS=True,
+        LISTED=cut.work is not None,
+        LEARNT=paging.logits is not None,
+        FAST=fast,
+        PDL=pdl,
+    )
+    grid = s.batch * s.heads * -(-s.rows // together)
+    options = {"launch_pdl": True} if pdl else {}
+    _combine_launcher.plain(grid, named, num_warps=4, **options)
+    if not fast:
+        out.copy_(near + rotate(rest, x.value_rotation))
+    return out, paging.lse, None
+
+
 def combine(
     x: DecodeOperands,
     s: DecodeSizes,
@@ -1282,9 +1376,13 @@ def combine(
     parts: Parts,
     fast: bool = False,
     pdl: bool = False,
+    paging: Paging | None = None,
+    cut: Cut | None = None,  # with it
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
     at work."""
+    if paging is not None:
+        return _combine_paged(x, s, shared, cut, fast, pdl, paging)
     q = x.q
     shape = x.q.shape[:3]
     out = q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32)
@@ -1353,15 +1451,21 @@ def portable_attention(
     x: DecodeOperands,
     # [B * H * rows, width] fp32, rows padded to 16 a KV head: added to scores
     bias: Tensor | None = None,
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n])
+    paging: Paging | None = None,
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n]; the caller's with `paging`)
     "Attention by the portable kernel."
-    s = DecodeSizes.of(x)
+    s = DecodeSizes.of(x, paging)
     q = x.q
     Q = 16
     shared = shared_arguments(x, s)
     rows = -(-s.rows // Q) * Q
-    rule = SplitRule.of(x, s, s.batch * s.heads * rows // Q, 256, s.tile)
-    parts = Parts.empty(x, s, Q, rule.splits(x.length - x.offset - s.chunk))
+    if paging is None:
+        cut, table = None, _NO_TABLE
+        rule = SplitRule.of(x, s, s.batch * s.heads * rows // Q, 256, s.tile)
+        parts = Parts.empty(x, s, Q, rule.splits(x.length - x.offset - s.chunk))
+    else:
+        cut = paging.cut(x, s, Q, 2 if is_interpreted() else 256, s.tile)
+        parts, table = cut.parts, paging.arguments(cut)
     plain = plain_queries(q, s.heads, rows, x.scaling)
     centred = x.key_mean is not None and bias is None  # every score of a row gets the same
     shift = rotate(plain, x.key_mean.float().mT) if centred else plain[..., 0] * 0
@@ -1387,7 +1491,7 @@ def portable_attention(
             KX=window_chain(x.key_chain, s.d),
             VX=window_chain(x.value_chain, s.dv),
         )
-        | _NO_TABLE
+        | table
     )
     _portable_launcher.plain(
         parts.lse.shape[:2].numel(),
@@ -1395,7 +1499,7 @@ def portable_attention(
         num_warps=8 if max(s.d, s.dv) > 128 or x.key_chain or x.value_chain else 4,
         num_stages=1,
     )
-    return combine(x, s, shared, parts)[:2]
+    return combine(x, s, shared, parts, paging=paging, cut=cut)[:2]
 
 # %% ../../nbs/19_decode.ipynb #e296a90a
 from .encode import Launch

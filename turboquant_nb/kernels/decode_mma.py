@@ -17,6 +17,7 @@ from turboquant_nb.kernels.decode import (
     NUMBER_SLOTS,
     DecodeOperands,
     DecodeSizes,
+    Paging,
     Parts,
     SplitRule,
     cell_arguments,
@@ -1715,10 +1716,10 @@ _MMA_SLOTS = NUMBER_SLOTS | dict(QUERY="q", ROTATED="parts", O="parts", LSE="lse
 
 
 def mma_attention(
-    x: DecodeOperands,
+    x: DecodeOperands, paging: Paging | None = None
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Repeatable` or None)
-    "Attention by the tensor-core kernel."
-    s = DecodeSizes.of(x)
+    "Attention by the tensor-core kernel; to the caller's memory with `paging`."
+    s = DecodeSizes.of(x, paging)
     shared = shared_arguments(x, s)
     q = x.q
     Q = 4 if s.rows <= 4 else 8
@@ -1740,8 +1741,14 @@ def mma_attention(
     bits = max(s.key_bits, s.value_bits)
     mean = "fused" * fused + "biased" * biased
     programs, options = packaged_config(gpu.capability, size, Q, bits, mean)
-    rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs * gpu.processors, 256)
-    splits = rule.splits(coded)
+    if paging is None:
+        cut = None
+        rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs * gpu.processors, 256)
+        parts = Parts.empty(x, s, Q, rule.splits(coded))
+    else:
+        cut = paging.cut(x, s, Q, programs * gpu.processors, 256)
+        parts = cut.parts
+    splits = parts.lse.shape[1]
     # rotate back in registers
     fast = x.value_hadamard and s.d == s.dv and s.d in (64, 128, 256)
     fast_k = fast and x.key_hadamard
@@ -1750,7 +1757,6 @@ def mma_attention(
     if biased:
         early = pdl and not fast_k
         bias, launches = score_bias(x, s, shared, blocks * Q, factor, early)
-    parts = Parts.empty(x, s, Q, splits)
     absent = x.packed_lut
     rotated = parts.out
     slots = _MMA_SLOTS
@@ -1794,6 +1800,12 @@ def mma_attention(
             G=form,
         )
     )
+    if paging is not None:
+        named |= paging.arguments(cut)
+        named["early"] = int(paging.early and cut.known and x.k is not None and fast_k)
+        options |= {"launch_pdl": True} if pdl else {}
+        _mma_launcher.plain(parts.lse.shape[:2].numel(), named, num_warps=1, **options)
+        return combine(x, s, shared, parts, fast, pdl, paging, cut)
     slots = slots | (dict(BIAS="bias") if biased else {})
     slots |= dict(FAR="far_angles") if fused else {}
     launches.append(

@@ -34,7 +34,6 @@ from turboquant_nb.cache.pages import (
 )
 from ..kernels.blocks import join_piece
 from turboquant_nb.kernels.cell_attention import (
-    CallerMemory,
     LaunchOptions,
     Workspace,
     decode_cells,
@@ -594,8 +593,7 @@ class CodedAttention:
             requests,
             Exact(states.k, states.v, memory.recent),
             self.rule,
-            CallerMemory(out, workspace=memory.workspace),
-            LaunchOptions(work=work, early=early),
+            LaunchOptions(work=work, early=early, out=out, workspace=memory.workspace),
         )
 
     def _attend_chunks(self, run: list, states: States, out, memory, step) -> None:
