@@ -1115,8 +1115,14 @@ def _code_rows(
                     side.scales.dtype.element_ty
                 )
                 last = call.first - 1
-                block = (last // (4 * R)).to(tl.int64) * side.cell_step
-                cell = b * side.cell_batch + rows.head.to(tl.int64) * side.cell_head + block
+                cell = find_cell(
+                    b,
+                    rows.head,
+                    last // (4 * R),
+                    side.cell_batch,
+                    side.cell_head,
+                    side.cell_step,
+                )
                 _, scales = cell_planes(side.cells, side.scales, cell, A)
                 tl.store(scales + last % (4 * R), nothing, mask=rows.lost)
             tl.store(FLAG + r * 0, 1, mask=~finite)
