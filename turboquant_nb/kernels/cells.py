@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache.pages import CellCodes, CellLayout
-from .decode import dense_channels, padded_size, tl, triton, window_chain
+from .decode import dense_channels, padded_size, tl, triton
 from turboquant_nb.kernels.encode import (
     AppendPlan,
     Launcher,
@@ -51,16 +51,12 @@ class CellPlan(CellCodes):
             raise ValueError(f"no kernel reads these codes: {why}")
         self.tables = self.plan.tables
         self.device = key.device
-        self.scale_dtype = key.scale_dtype
-        # (RotationOperand, table) each
-        self.sides = [quantizer_tables(q) for q in (key, value)]
         self.chained = any(q.code.windows for q in (key, value))  # symbols are searched
-        self.memo = {}  # what later chapters work out of this plan once
         self.rotated_center = None
         if center is not None:
             self.center = center.to(self.device, torch.float32).contiguous()
             mean = self.center[None, :, None]
-            self.rotated_center = rotated_mean(mean, self.sides[0][0])
+            self.rotated_center = rotated_mean(mean, quantizer_tables(key)[0])
 
     def refuses(self, kernel: str = "auto") -> str:
         """Why a kernel cannot attend to these cells; empty if it can. Raises ValueError for an
@@ -72,12 +68,6 @@ class CellPlan(CellCodes):
         sizes = StoreSizes(self.cell.tokens, self.center is not None)
         return shared_plan((self.key, self.value), dtype, self.device, sizes)
 
-    @property
-    def chains(self) -> dict:
-        "How levels are read by windows, as kernels take it; empty tuples: they are not."
-        sides = zip(("KX", "VX"), self.tables.chains, (self.cell.d_key, self.cell.d_value))
-        return {name: window_chain(chain, d) for name, chain, d in sides}
-
     def piece(self, heads: int) -> int:
         """Tokens at most whose vectors lie in memory at once, where codes are by windows:
         16,384 vectors of a side, in whole runs of 16 tokens."""
@@ -86,7 +76,7 @@ class CellPlan(CellCodes):
     def cells(self, cache: Tensor) -> tuple:  # ([1, H, blocks, bytes], the same as scales)
         "A pool as the cells of one sequence, for kernels. Raises for what is no such pool."
         cells = self.cell.check(cache).flatten(2).transpose(0, 1)[None]
-        return cells, cells.view(self.scale_dtype)
+        return cells, cells.view(self.key.scale_dtype)
 
 # %% ../../nbs/reference/kernels_cells.ipynb #45b0000d
 def check_int32(dims: int, **named: Tensor) -> None:
