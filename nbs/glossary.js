@@ -33,7 +33,7 @@ window.tqGlossary = {
  "sign residual": "one more bit: on which side of its level a number lay; not QJL",
  "sketch": "signs of random projections: unbiased inner products",
  "QJL": "signs of random projections: unbiased inner products",
- "tensor core": "multiplies small matrices of 16 or 8 bits in one instruction",
+ "tensor core": "multiplies small matrices in one instruction",
  "tile": "256 tokens whose codes lie in the same rows of bytes",
  "warp": "32 threads of a GPU that take each instruction together",
  "water level": "the error that all channels with bits share in the best allocation",
