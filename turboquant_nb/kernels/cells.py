@@ -52,11 +52,13 @@ class CellPlan(CellCodes):
         self.tables = self.plan.tables
         self.device = key.device
         self.chained = any(q.code.windows for q in (key, value))  # symbols are searched
+        # `RotationOperand` of keys and of values
+        self.rotations = [quantizer_tables(q)[0] for q in (key, value)]
         self.rotated_center = None
         if center is not None:
             self.center = center.to(self.device, torch.float32).contiguous()
             mean = self.center[None, :, None]
-            self.rotated_center = rotated_mean(mean, quantizer_tables(key)[0])
+            self.rotated_center = rotated_mean(mean, self.rotations[0])
 
     def refuses(self, kernel: str = "auto") -> str:
         """Why a kernel cannot attend to these cells; empty if it can. Raises ValueError for an

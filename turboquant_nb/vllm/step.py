@@ -723,7 +723,7 @@ class CodedAttention:
     def _signs(self, side: int, dtype: torch.dtype) -> tuple:  # ([d, d] or None, factor)
         """The rotation of a side where it is signs times a factor, which 16 bits hold exactly.
         In fp32 the whole matrix is as fast."""
-        rotation = self.plan.sides[side][0]
+        rotation = self.plan.rotations[side]
         if rotation.count != 1 or rotation.per_head or dtype == torch.float32:
             return None, 1.0
         if (side, dtype) not in self.signs:
