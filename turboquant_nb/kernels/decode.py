@@ -75,7 +75,7 @@ def code_of_bytes(found, slot, BITS: tl.constexpr):
         code = code * 2 + ((c2 >> upper) & 1)
     return code
 
-
+# %% ../../nbs/19_decode.ipynb #bff80529
 @triton.jit
 def _index(
     planes,
@@ -213,7 +213,7 @@ def _exact_from(at, tokens):
     )
     return tl.maximum(at + 1 - tokens.own, held)
 
-
+# %% ../../nbs/19_decode.ipynb #678bb97f
 @triton.jit
 def query_places(QUERY, sb, sh, sn, b, h, j, group, n):
     "Where rows j of a KV head's queries lie."
@@ -259,7 +259,7 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
         bh = b * heads + h
     return pid, b, h, bh, block, split, nobody
 
-
+# %% ../../nbs/19_decode.ipynb #610d75e9
 @triton.jit(
     do_not_specialize=[
         "splits",
@@ -484,7 +484,7 @@ def key_products(q, k):
     "Products of queries [R, DP] with keys [T, DP]."
     return tl.sum(q[:, None, :] * k[None, :, :], 2)
 
-
+# %% ../../nbs/19_decode.ipynb #2176f899
 @triton.jit
 def _exact_tokens(
     q,
@@ -583,7 +583,7 @@ def _own_tokens(
         top = new
     return top, total, acc
 
-
+# %% ../../nbs/19_decode.ipynb #581cf9c5
 @triton.jit
 def _block_tokens(
     q,
@@ -945,7 +945,7 @@ class Paging(NamedTuple):
             LISTED=cut.work is not None,
         )
 
-
+# %% ../../nbs/19_decode.ipynb #3209137e
 class DecodeSizes(NamedTuple):
     "Sizes that follow from operands."
 
@@ -1320,7 +1320,7 @@ def exact_arguments(
     (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
     return exact | dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn), mixed
 
-
+# %% ../../nbs/19_decode.ipynb #fe428fb1
 def _combine_paged(x, s, shared, cut: Cut, fast: bool, pdl: bool, paging: Paging) -> tuple:
     "`combine` of an engine's requests, to its memory."
     recent, out = paging.recent, paging.out
@@ -1368,7 +1368,7 @@ def _combine_paged(x, s, shared, cut: Cut, fast: bool, pdl: bool, paging: Paging
         out.copy_(near + rotate(rest, x.value_rotation))
     return out, paging.lse, None
 
-
+# %% ../../nbs/19_decode.ipynb #ccfaac64
 def combine(
     x: DecodeOperands,
     s: DecodeSizes,
@@ -1701,7 +1701,7 @@ def _slow_functions(table: Tensor) -> tuple:  # ([128, 8], [8, slow pairs], larg
         error = float((functions @ shares - table).abs().max())
     return functions, shares, error
 
-
+# %% ../../nbs/19_decode.ipynb #70b70855
 class AngleTables(NamedTuple):
     "Cosines and sines from which the tensor-core kernel makes those of every position."
 

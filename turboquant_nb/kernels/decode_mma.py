@@ -270,7 +270,7 @@ def key_chain_asm(
     constraints = ["=r"] * (8 * words) + ["r"] * (3 * words + 4 * size)
     return "\n".join([*out, "}"]), ",".join(constraints)
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #125ff866
 def place_bits(d: int) -> tuple:
     """Which bit of a channel's number each bit of its place among the values is, the lowest
     first: the lane (3 bits), the row of the lane, the piece, the half."""
@@ -745,7 +745,7 @@ def _span(
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     return first + begin, first + end, lo_row, hi_row, safe_lo, safe_hi, last
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #bdc7bf0c
 @gluon.jit
 def _part(
     WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr
@@ -882,7 +882,7 @@ def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
     y = gl.reshape(gl.permute(y, [1, 2, 0, 3, 4]), [G.FP, 2 * G.Q])
     return gl.convert_layout(y, operand, assert_trivial=True)
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #59c3fa92
 @gluon.jit
 def _rows(x, G: gl.constexpr, mma: gl.constexpr):
     "Coefficients, fp16 [2, HP, 8], as operand A: a row for each query and part."
@@ -961,7 +961,7 @@ def _far_angles(FAR, tile, G: gl.constexpr):
     )
     return gl.load(row), gl.load(row + G.HP)
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #549025c1
 @gluon.jit
 def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
@@ -1225,7 +1225,7 @@ def _scales_of(side, page, inside, G: gl.constexpr):
     at = first + page * step + inside
     return gl.load(SCALES + gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR))
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #0dd016dc
 @gluon.jit(
     do_not_specialize=[
         "page_stride",
@@ -1714,7 +1714,7 @@ class Repeatable(NamedTuple):
 _mma_launcher = Launcher(fragments_kernel)
 _MMA_SLOTS = NUMBER_SLOTS | dict(QUERY="q", ROTATED="parts", O="parts", LSE="lse_parts")
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #850a2dc8
 def mma_attention(
     x: DecodeOperands, paging: Paging | None = None
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Repeatable` or None)

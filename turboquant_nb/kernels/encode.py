@@ -123,7 +123,7 @@ def packed_order(d: int) -> tuple:
     order = lane_order(d)
     return sum(bit << (4 * i) for i, bit in enumerate(reversed(order))), len(order)
 
-
+# %% ../../nbs/18_encode.ipynb #12bad9ab
 @dataclass(frozen=True)
 class CodingConstants:
     "What the kernels are compiled for on one side: their `C`."
@@ -251,7 +251,7 @@ def _add_half(
         w2 = _weights(W, 2, k, half, TYPE, D, HALF)
     return _add_product(acc, x, w0, w1, w2, XP, WP, WIDE)
 
-
+# %% ../../nbs/18_encode.ipynb #dee01c95
 @triton.jit
 def _uncentre(x, k, mean, cos_sin, valid, C: tl.constexpr):
     "x - R_t m, fp32: channels k, rows of the mean and of the table of cosines and sines."
@@ -454,7 +454,7 @@ def cell_planes(CELLS, SCALES, cell, A: tl.constexpr):
     planes = at + A.first, at + A.second, at + A.third
     return planes, SCALES + cell // SIZE + A.scales // SIZE
 
-
+# %% ../../nbs/18_encode.ipynb #9e256a10
 @triton.jit
 def plane_bytes(planes, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
     "Where the bytes of these rows lie, in tiles whose planes begin there; which there are."
@@ -542,7 +542,7 @@ class CallForm(NamedTuple):
     ring: int = 0
     PDL: bool = False  # may the next kernel begin?
 
-
+# %% ../../nbs/18_encode.ipynb #fcb1ef45
 @triton.jit
 def _whole_tiles(
     side, call, FLAG, C: tl.constexpr, A: tl.constexpr, BY_TOKEN: tl.constexpr, F: tl.constexpr
@@ -764,7 +764,7 @@ READY = {}
 _FLOATS = "scaling", "cap_at", "k_step", "v_step", "factor", "kfactor", "vfactor"
 _type = operator.attrgetter("dtype", "is_cpu")  # Triton refuses tensors that no GPU can reach
 
-
+# %% ../../nbs/18_encode.ipynb #cd60e644
 class Launcher:
     """Launches a kernel with arguments by name; from the second time on without Triton's own
     search for the compiled kernel."""
@@ -1004,7 +1004,7 @@ def _old_bytes(
     places = plane_bytes(planes, rows.t % R, rows.valid, C, BY_TOKEN, R)
     return places, load_older(places, C.BITS)
 
-
+# %% ../../nbs/18_encode.ipynb #7d9658ad
 @triton.jit
 def _code_rows(
     side,
@@ -1150,7 +1150,7 @@ def code_side(
         if _has_work(rows.valid, STEPS):
             _code_rows(side, exact, call, rows, FLAG, C, A, F, STEPS, OWN, BY_TOKEN)
 
-
+# %% ../../nbs/18_encode.ipynb #b61e89f2
 @triton.jit(do_not_specialize=["rows", "first", "base", "n", "limit"])
 def row_kernel(
     KX,
@@ -1369,7 +1369,7 @@ def search_few(code, x: Tensor, to: tuple) -> None:
     "A search, by a warp for each vector."
     KERNELS["few"](code.trellis, x, code.windows.levels, *to)
 
-
+# %% ../../nbs/18_encode.ipynb #2389b650
 _ROTATED = WeakIdKeyDictionary()  # by the means of layers, which live as long as their frames
 
 
@@ -1446,7 +1446,7 @@ def side_tensors(part: Part) -> tuple:
     exact = part.exact.tensors
     return *part.memory.strided, exact["sinks"], exact["recent"]
 
-
+# %% ../../nbs/18_encode.ipynb #997641f7
 class AppendPlan:
     """How appends to stores of one kind, or to an engine's blocks, are launched, with the
     quantizers `qs`."""
