@@ -641,9 +641,7 @@ def test_what_a_recording_cannot_refuse():
     bad = good[1].clone()
     bad[0, 1, 2, 3] = torch.nan
     captured(store, good[0], bad)
-    assert store.value.memory.numbers("scale", 0, 20).isnan().nonzero().tolist() == [
-        [0, 1, 12]
-    ]
+    assert store.value.memory.numbers("scale", 0, 20).isnan().nonzero().tolist() == [[0, 1, 12]]
     with refuses("values that were not finite"):
         store.sync()
     assert store.sync() == 20

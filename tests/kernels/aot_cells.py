@@ -14,11 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
-from turboquant_nb.kernels import (
-    decode,
-    decode as decode_launch,
-    decode_mma,
-)
+from turboquant_nb.kernels import decode, decode as decode_launch, decode_mma
 from turboquant_nb.kernels.cell_attention import _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
 from turboquant_nb.kernels.encode import (
@@ -47,10 +43,7 @@ TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "NEAR"), "*bf16
     vfactor="fp32",
     factor="fp32",
 )
-STRIDES = (
-    "qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh "
-    "nt ksb ksh ksn vsb vsh vsn".split()
-)
+STRIDES = "qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh nt ksb ksh ksn vsb vsh vsn".split()
 
 
 def places(c, side):

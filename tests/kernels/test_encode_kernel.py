@@ -478,11 +478,7 @@ def test_a_captured_step_that_does_not_fit():
     x = states(1, 2, 100, 32)
     kernel.append(store, x, x)
     captured(store, x[:, :, :3], x[:, :, :3])
-    held = [
-        t
-        for part in store.parts
-        for t in (*part.memory.planes, part.exact.sinks)
-    ]
+    held = [t for part in store.parts for t in (*part.memory.planes, part.exact.sinks)]
     before = [t.clone() for t in held]
     for n in (3, 70):
         captured(store, x[:, :, :n], x[:, :, :n])
