@@ -171,7 +171,8 @@ class Memory:
         return Places.of(self.fields, planes)
 
     def hold(self, cells: Tensor) -> None:
-        "Lie in these cells [B, H, tiles, cell_bytes] uint8, which may be cut out of larger ones."
+        """Lie in these cells [B, H, tiles, cell_bytes] uint8, which may be cut out of larger
+        ones."""
         self.cells = cells
         self._views = self._scales = self._strided = None
 
