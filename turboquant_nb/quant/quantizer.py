@@ -234,6 +234,13 @@ class Code:
         "The whole vectors, still rotated and centred."
         return self.levels(coded.codes, check_range) * coded.scale.float().unsqueeze(-1)
 
+    def nearest(
+        self,
+        u: np.ndarray,  # [n, d] fp32, finite, of unit variance
+    ) -> tuple | None:  # (codes [n, d] of any integer type, levels [n, d] fp32)
+        "`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has none such."
+        return None
+
     def refuses(self, use: str) -> str:
         """Why it cannot serve `use`: "capture" (coding that waits for nothing), "encode",
         "decode" (kernels that look symbols up), "windows" (kernels that look up symbols or, in
@@ -252,15 +259,6 @@ def fit(
 ) -> tuple | None:
     """(`encode` of u, its inner product with their levels [..., n], the levels' squared
     norm), where a kernel has them in one pass; None where it has not."""
-    return None
-
-
-@patch
-def nearest(
-    self: Code,
-    u: np.ndarray,  # [n, d] fp32, finite, of unit variance
-) -> tuple | None:  # (codes [n, d] of any integer type, levels [n, d] fp32)
-    "`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has none such."
     return None
 
 # %% ../../nbs/11_quantizer.ipynb #5f66ba77
