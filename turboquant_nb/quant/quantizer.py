@@ -170,13 +170,13 @@ class Extra(NamedTuple):
     bits: int  # so many bits; 0: one number, stored as scales are
     low: float | None = None  # the least that such a number can be
 
-
+# %% ../../nbs/11_quantizer.ipynb #371814df
 def least_numbers(spec: Spec, code: "Code") -> dict:  # {name: least, or None}
     "The least values of a scale and of what a code keeps besides: what a file can hold."
     least = {"scale": 0 if spec.scale == "norm" else None}
     return least | {extra.name: extra.low for extra in code.extras}
 
-# %% ../../nbs/11_quantizer.ipynb #371814df
+
 class Code:
     """How vectors of unit variance become symbols, and back: what quantizers, stores, files and
     kernels ask of it. Immutable and shared. A subclass has `d`, `channel_bits`, `encode`,

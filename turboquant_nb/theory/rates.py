@@ -177,13 +177,13 @@ def _rows(self: MixedCodebook, name, width, fill):
 
 @patch(as_prop=True)
 def levels(self: MixedCodebook) -> Tensor:
-    "[d, 2**max bits] fp32: the levels of each channel; a shorter row repeats its last one."
+    "[d, 2^bits] fp32: the levels of each channel; a shorter row repeats its last one."
     return self._rows("levels", 2**self.bits, lambda row: row[-1])
 
 
 @patch(as_prop=True)
 def edges(self: MixedCodebook) -> Tensor:
-    "[d, 2**max bits - 1] fp32, then +inf: the code of x is the number of edges below it."
+    "[d, 2^bits - 1] fp32, then +inf: the code of x is the number of edges below it."
     return self._rows("edges", 2**self.bits - 1, lambda row: math.inf)
 
 
