@@ -102,7 +102,7 @@ def _kinds(n: dict, r: Recipe, dtype: torch.dtype) -> dict:  # {name: (dtype, sh
         out["map"] = torch.bfloat16, (n["heads"], n["d"][0], n["d"][0]), None
     return out
 
-
+# %% ../../nbs/15_store.ipynb #04471592
 def _frame_in(tensors: dict, r: Recipe) -> LayerFrame:
     "The frame of the keys that a file holds, of one head after the other."
     mean, pair = (tensors.get(f"key.{name}") for name in ("mean", "pair"))

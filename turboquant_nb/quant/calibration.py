@@ -99,7 +99,7 @@ class LayerFrame:
         "The frame of some of the KV heads."
         return LayerFrame(**{name: x[heads] for name, x in self.tensors.items()})
 
-
+# %% ../../nbs/13_calibration.ipynb #5057363a
 class FrameSums:
     """Sums over the keys of one layer and over the queries that read them: all that its frame
     is made of. Windows are added one after the other; variances as Chan, Golub and LeVeque
@@ -160,7 +160,7 @@ class FrameSums:
         held = dict(mean=mean, fixed=self.fixed, pair=pair)
         return LayerFrame(**{n: None if x is None else x.cpu() for n, x in held.items()})
 
-
+# %% ../../nbs/13_calibration.ipynb #8f28bcaa
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """What was found of one model by reading some text: frames and transforms of its keys, a
@@ -286,7 +286,7 @@ def load_calibration(
         raise ValueError(f"gain must hold {len(maps)} numbers, got {len(header['gain'])}")
     return replace(found, transforms=[register_transform(x) for x in found.transforms])
 
-
+# %% ../../nbs/13_calibration.ipynb #5460fa69
 def _check_header(header: Saved) -> None:
     "Raise ValueError, naming the field, unless a calibration can have such a header."
     about = Saved.of(header["about"], "about")
@@ -315,7 +315,7 @@ def _check_header(header: Saved) -> None:
     for row in losses["size"]:
         Saved(size=row).wholes("size", 2, 1)
 
-
+# %% ../../nbs/13_calibration.ipynb #9f2baaa6
 def _is_path(name: str) -> bool:
     """Whether no repository can be called so. Without a network the hub's client asks for half
     a minute before it gives up."""

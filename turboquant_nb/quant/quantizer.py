@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
@@ -169,7 +170,7 @@ class Extra(NamedTuple):
     bits: int  # so many bits; 0: one number, stored as scales are
     low: float | None = None  # the least that such a number can be
 
-
+# %% ../../nbs/11_quantizer.ipynb #371814df
 def least_numbers(spec: Spec, code: "Code") -> dict:  # {name: least, or None}
     "The least values of a scale and of what a code keeps besides: what a file can hold."
     least = {"scale": 0 if spec.scale == "norm" else None}
@@ -208,14 +209,6 @@ class Code:
     ) -> Tensor:  # [..., n, d] uint8
         "The symbols of vectors."
         raise NotImplementedError
-
-    def fit(
-        self,
-        u: Tensor,  # [..., n, d] fp32, finite, of unit variance
-    ) -> tuple | None:
-        """(`encode` of u, its inner product with their levels [..., n], the levels' squared
-        norm), where a kernel has them in one pass; None where it has not."""
-        return None
 
     def levels(
         self,
@@ -257,6 +250,16 @@ class Code:
         if use == "decode" and self.lut.taps:
             return "a level is that of several channels"
         return "the code is made by PyTorch" if use == "encode" and not self.encoder else ""
+
+# %% ../../nbs/11_quantizer.ipynb #b6eaf465
+@patch
+def fit(
+    self: Code,
+    u: Tensor,  # [..., n, d] fp32, finite, of unit variance
+) -> tuple | None:
+    """(`encode` of u, its inner product with their levels [..., n], the levels' squared
+    norm), where a kernel has them in one pass; None where it has not."""
+    return None
 
 # %% ../../nbs/11_quantizer.ipynb #5f66ba77
 class ScalarCode(Code):
@@ -330,18 +333,6 @@ class ScalarCode(Code):
         "`books` as NumPy sees them: [(channels, edges, levels)]."
         return [(at, book.edges.numpy(), book.levels.numpy()) for at, book in self.books]
 
-    def nearest(self, u):
-        if len(self._arrays) == 1:
-            _, edges, levels = self._arrays[0]
-            codes = edges.searchsorted(u)
-            return codes, levels.take(codes)
-        codes = np.empty(u.shape, np.intp)
-        out = np.empty_like(u)
-        for channels, edges, levels in self._arrays:
-            part = edges.searchsorted(u[:, channels])
-            codes[:, channels], out[:, channels] = part, levels.take(part)
-        return codes, out
-
     def refuses(self, use):
         kinds = sorted(set(self.channel_bits))
         if use in ("encode", "decode", "windows") and len(self.books) > 1:
@@ -349,6 +340,21 @@ class ScalarCode(Code):
         if use in ("decode", "windows") and self.lut is None:
             return "levels must be on their int8 grid (Codebook.to_int8_grid)"
         return super().refuses(use)
+
+# %% ../../nbs/11_quantizer.ipynb #1e641160
+@patch
+def nearest(self: ScalarCode, u):
+    "`encode` and `levels` of rows [n, d], by a search in the edges."
+    if len(self._arrays) == 1:
+        _, edges, levels = self._arrays[0]
+        codes = edges.searchsorted(u)
+        return codes, levels.take(codes)
+    codes = np.empty(u.shape, np.intp)
+    out = np.empty_like(u)
+    for channels, edges, levels in self._arrays:
+        part = edges.searchsorted(u[:, channels])
+        codes[:, channels], out[:, channels] = part, levels.take(part)
+    return codes, out
 
 
 @lru_cache(maxsize=256)
@@ -586,7 +592,7 @@ def code_rows(
         codes[row], scale[at] = _encode_block(q, _rotated(q, x, mean, row))
     return codes, scale
 
-
+# %% ../../nbs/11_quantizer.ipynb #3500f610
 def residual_rows(
     q: Quantizer,
     x: Tensor,  # [..., d] as given to `code_rows`

@@ -152,7 +152,7 @@ class Centre:
             return f"center={self.name!r} is taken out by PyTorch"
         return ""
 
-
+# %% ../../nbs/06_rope.ipynb #832225e2
 class NoCentre(Centre):
     "Takes nothing."
 

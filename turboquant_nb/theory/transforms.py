@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .rotation import Rotation, Transform, make_rotation, without_autocast
@@ -250,36 +251,6 @@ class HeadTransform(Transform):
     tables = property(lambda self: [self.matrix, self.inverse_matrix], doc="Tensors held.")
     stored = property(lambda self: {"map": self.matrix}, doc="What a file of codes must carry.")
 
-    @classmethod
-    def of(
-        cls,
-        matrix: Tensor,  # [H, d, d] of any float dtype; rounded to bf16
-    ) -> "HeadTransform":
-        """From matrices. Raises TypeError for no tensor, ValueError for another shape, and for
-        matrices that are not finite or that an inverse in fp32 cannot serve."""
-        if not isinstance(matrix, Tensor):
-            raise TypeError(f"matrix must be a tensor [H, d, d], got {type(matrix).__name__}")
-        if (
-            matrix.ndim != 3
-            or matrix.shape[1] != matrix.shape[2]
-            or not matrix.is_floating_point()
-        ):
-            raise ValueError(
-                f"matrix must be a float tensor [H, d, d], got {list(matrix.shape)}"
-            )
-        with torch.inference_mode(False), torch.no_grad():
-            w = matrix.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
-            if not w.isfinite().all():
-                raise ValueError("matrix must be finite")
-            condition = float(torch.linalg.cond(w.double()).max())
-            if not condition < 1e4:
-                raise ValueError(
-                    f"matrix must be well conditioned (below 1e4), got {condition:.3g}"
-                )
-            inverse = torch.linalg.inv(w.double()).float().contiguous()
-            raw = str(list(w.shape)).encode() + w.view(torch.uint8).numpy().tobytes()
-            return cls(cls.prefix + hashlib.sha256(raw).hexdigest()[:16], w, inverse)
-
     def apply(
         self,
         x: Tensor,  # [..., H, n, d] any float dtype, where the matrices are
@@ -317,6 +288,31 @@ class HeadTransform(Transform):
             ),
             "sketch": "a QJL residual is of rotated vectors, not of those of a head transform",
         }.get(use, "")
+
+# %% ../../nbs/08_transforms.ipynb #5f6bdee9
+@patch(cls_method=True)
+def of(
+    cls: HeadTransform,
+    matrix: Tensor,  # [H, d, d] of any float dtype; rounded to bf16
+) -> HeadTransform:
+    """From matrices. Raises TypeError for no tensor, ValueError for another shape, and for
+    matrices that are not finite or that an inverse in fp32 cannot serve."""
+    if not isinstance(matrix, Tensor):
+        raise TypeError(f"matrix must be a tensor [H, d, d], got {type(matrix).__name__}")
+    if matrix.ndim != 3 or matrix.shape[1] != matrix.shape[2] or not matrix.is_floating_point():
+        raise ValueError(f"matrix must be a float tensor [H, d, d], got {list(matrix.shape)}")
+    with torch.inference_mode(False), torch.no_grad():
+        w = matrix.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+        if not w.isfinite().all():
+            raise ValueError("matrix must be finite")
+        condition = float(torch.linalg.cond(w.double()).max())
+        if not condition < 1e4:
+            raise ValueError(
+                f"matrix must be well conditioned (below 1e4), got {condition:.3g}"
+            )
+        inverse = torch.linalg.inv(w.double()).float().contiguous()
+        raw = str(list(w.shape)).encode() + w.view(torch.uint8).numpy().tobytes()
+        return cls(cls.prefix + hashlib.sha256(raw).hexdigest()[:16], w, inverse)
 
 # %% ../../nbs/08_transforms.ipynb #b5c1fcfa
 _ROTATIONS = ("hadamard", "haar", "identity")  # what `make_rotation` makes from a name
@@ -378,7 +374,7 @@ def restore_transforms(
     if "map" in tensors:
         return register_transform(HeadTransform.of(tensors["map"]))
 
-
+# %% ../../nbs/08_transforms.ipynb #96eeb5f1
 def fit_head_transform(
     queries: Tensor,  # [H, d, d]
     keys: Tensor,  # [H, d, d]
