@@ -645,9 +645,9 @@ def to(self: KVStore, device) -> None:
 
 # %% ../../nbs/15_store.ipynb #00146328
 def bytes_by_kind(store: KVStore) -> dict:
-    """Bytes that each kind of tensor holds: planes (with what fills cells), scale, what a code keeps besides, exact
-    (sinks and recent), mean, pair (where keys have a pair scale), range (also the counter and
-    flags, where there are any)."""
+    """Bytes that each kind of tensor holds: planes (with what fills cells), scale, what a code
+    keeps besides, exact (sinks and recent), mean, pair (where keys have a pair scale), range
+    (also the counter and flags, where there are any)."""
     extras = [name for part in store.parts for name in part.memory.extras]
     frame = {name: getattr(store.key.frame, name) for name in store.key.frame_names}
     out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean"), 0)
