@@ -189,10 +189,8 @@ from turboquant_nb.kernels.decode import (
     Parts,
     call_numbers,
     dense_channels,
-    portable_attention,
 )
-from .decode_mma import mma_attention
-from .launch import select_kernel
+from .launch import run_kernel, select_kernel
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b0001a
 def _check_decode(q, heads: int, cell: CellLayout, requests: Requests, exact: Exact) -> tuple:
@@ -303,7 +301,13 @@ def _cut(
 
 
 def _operands(
-    q: Tensor, cache: Tensor, plan: CellPlan, lengths: Tensor, exact: Exact, rule: Rule
+    q: Tensor,
+    cache: Tensor,
+    plan: CellPlan,
+    lengths: Tensor,
+    exact: Exact,
+    rule: Rule,
+    portable: bool,
 ) -> DecodeOperands:
     "What the kernels that read a store need of a pool; requests are sequences."
     batch, cell, tables = len(lengths), plan.cell, plan.tables
@@ -338,7 +342,7 @@ def _operands(
         **call_numbers(q, rule, None),
         key_hadamard=tables.hadamard[0],
         value_hadamard=tables.hadamard[1],
-        portable=False,
+        portable=portable,
         key_places=cell.places[0],
         value_places=cell.places[1],
         tile=cell.tokens,
@@ -377,11 +381,11 @@ def decode_cells(
         out = q.new_empty(*q.shape[:2], cell.d_value)
     if lse is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    x = _operands(q, cache, plan, requests.lengths, exact, rule)
+    x = _operands(q, cache, plan, requests.lengths, exact, rule, portable)
     logits = None if rule.sinks is None else rule.sinks.contiguous()
     table = requests.table[: len(requests.lengths)]
     paging = Paging(table, out, lse, partial(_cut, how), exact.recent, logits, how.early)
-    (portable_attention if portable else mma_attention)(x, paging=paging)
+    run_kernel(x, paging)
     return out, lse
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00024
