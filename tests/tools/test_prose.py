@@ -30,7 +30,7 @@ ELSEWHERE = {
     "12_codes": {"5.66", "2.625"},  # worked out
     "02_ten_minutes": {".03", "29%"},  # worked out: 64 numbers in 2,048; of two rows
     "vllm_backend": {"0.28"},  # a version
-    "evaluation_models": {"9.6", "7.7", "5.4", "4.25", "4.3"},  # settings, rates, what is left
+    "evaluation_models": {"4.25"},  # a setting
     "vector_search": {".016", ".018"},  # a bound, of two rows
     "proteins": {".964", "2.07", "1.2"},  # TurboESM's; a law of TurboESM's
     "images": {"3.76", "4.6", "2.1"},  # Molmo2's sizes; a version
