@@ -32,7 +32,7 @@ ELSEWHERE = {
     "vllm_backend": {"0.28"},  # a version
     "evaluation_models": {"4.25"},  # a setting
     "vector_search": {".016", ".018"},  # a bound, of two rows
-    "proteins": {".964", "2.07", "1.2"},  # TurboESM's; a law of TurboESM's
+    "proteins": {".964", "2.07"},  # TurboESM's; of SCOPe
     "images": {"3.76", "2.1"},  # Molmo2's sizes; a version
     "choices": {"19.48", "13.60", "12.94"},  # the MLX reproduction's
     "sparse_values": {"22.8%"},  # TurboQuantDC's
