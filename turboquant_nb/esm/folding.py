@@ -62,7 +62,7 @@ def random_folding(seed: int = 0):  # EsmForProteinFolding
             p.data += 0.05 * torch.randn_like(p)
     return model
 
-
+# %% ../../nbs/27_variants.ipynb #ef686d14
 @dataclass(frozen=True)
 class Structure:
     "A protein in space."

@@ -185,7 +185,7 @@ class PairLayer(DynamicLayer):
         both = zip(exact, self.decoded())
         return tuple(Pair(x.to(dtype), c.to(dtype), *rule) for x, c in both)
 
-
+# %% ../../nbs/28_score.ipynb #c0857007
 def pair_cache(
     model,
     recipe,  # of ours, or a list with one per layer
@@ -446,7 +446,7 @@ class Steps:
         "Bits per value of the cache that was read, with all its sequences."
         return bits_per_value(cache, model, rows)
 
-
+# %% ../../nbs/28_score.ipynb #9ba63337
 def _read_back(cache, flush: int):
     """From now on the cache pushes a layer's whole text out of the recent tokens, and hands
     back what its codes stand for."""
@@ -839,7 +839,7 @@ def _dense(query, key, value, mask, scaling, softcap, s_aux):
     k, v = (Pair(x, x) for x in (key, value))
     return mixed_attention(query, k, v, exact, visible, scaling, softcap, s_aux)
 
-
+# %% ../../nbs/28_score.ipynb #51414c76
 def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
     "{(name, layer): what one window says of it}."
     caches = [(x.name, x.new()) for x in candidates]

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..kernels import ops
@@ -74,16 +75,6 @@ class CodedStates(Handle):
         keys = cls(layer, k, first, fresh, near[0], drafts)
         return keys, cls(layer, v, first, fresh, near[1], drafts)
 
-    def with_chunk(
-        self,
-        chunk: Tensor,  # [B, H, n, d]
-        fresh: bool,  # whether it is the first one
-        near: Tensor | None = None,  # exact states of the newest m >= n tokens; None: the chunk
-    ):
-        "The handle of other states of the same layer, without drafts."
-        near = chunk if near is None else near
-        return replace(self, chunk=chunk, fresh=fresh, near=near, drafts=0)
-
     def attend(self, own, module, query, value, mask, **kwargs):
         "Attention on codes, whatever the model's `own` is."
         return serve_codes(own, module, query, self, value, mask, **kwargs)
@@ -120,6 +111,18 @@ class CodedStates(Handle):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise TypeError(f"{getattr(func, '__name__', func)}: {_NOT_A_TENSOR}")
+
+# %% ../../nbs/23_graphs.ipynb #fad90479
+@patch
+def with_chunk(
+    self: CodedStates,
+    chunk: Tensor,  # [B, H, n, d]
+    fresh: bool,  # whether it is the first one
+    near: Tensor | None = None,  # exact states of the newest m >= n tokens; None: the chunk
+):
+    "The handle of other states of the same layer, without drafts."
+    near = chunk if near is None else near
+    return replace(self, chunk=chunk, fresh=fresh, near=near, drafts=0)
 
 # %% ../../nbs/23_graphs.ipynb #85ef7537
 def _window_of(mask_function):
@@ -333,7 +336,7 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
     rest = _on_codes(_rows(call, slice(last, None))._replace(key=k, value=v))
     return torch.cat([out, rest], 2)
 
-
+# %% ../../nbs/23_graphs.ipynb #0dff023f
 def _rule(layer, call: AttentionCall, backend: str) -> Rule:
     """How a layer attends on codes, made once. A sink's logit is the model's, which no cache
     keeps: it joins later."""
@@ -394,7 +397,7 @@ def _call_on(layer, call: AttentionCall) -> Call:
     rule, lse = _rule(layer, call, ask), call.sink is not None
     return Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
 
-
+# %% ../../nbs/23_graphs.ipynb #7743c938
 @lru_cache
 def _say_fallback(name: str, why: str) -> None:
     "Once: what this machine lacks, which makes steps slower than they might be."

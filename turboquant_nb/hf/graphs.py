@@ -10,6 +10,7 @@ import gc
 from copy import copy
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,47 +69,53 @@ class CapturedSteps:
             layer.store = counted_by_device(layer.store, layer.max_length)
             self.settle(layer, layer.store.key.tensors["sinks"])
 
-    @without_autograd
-    def newest(
-        self,
-        store: KVStore,
-        *states: Tensor,  # new keys, then new values, [B, H, n, d]
-    ) -> tuple:
-        """Recent tokens in order, then new states, as `tail_with` has them. Layers that a
-        runner captures are equally long, so slots are computed once for all."""
-        rings, recent = {} if self.rings is None else self.rings, store.recipe.recent
-        if recent not in rings:
-            rings[recent] = store.clock.ring(store)[1]
-        both = zip(store.parts, states)
-        return tuple(torch.cat([p.exact.recent[:, :, rings[recent]], x], 2) for p, x in both)
+# %% ../../nbs/23_graphs.ipynb #24bbe5c3
+@patch
+@without_autograd
+def newest(
+    self: CapturedSteps,
+    store: KVStore,
+    *states: Tensor,  # new keys, then new values, [B, H, n, d]
+) -> tuple:
+    """Recent tokens in order, then new states, as `tail_with` has them. Layers that a
+    runner captures are equally long, so slots are computed once for all."""
+    rings, recent = {} if self.rings is None else self.rings, store.recipe.recent
+    if recent not in rings:
+        rings[recent] = store.clock.ring(store)[1]
+    both = zip(store.parts, states)
+    return tuple(torch.cat([p.exact.recent[:, :, rings[recent]], x], 2) for p, x in both)
 
-    def append(
-        self,
-        layer,  # a `TurboQuantLayer` that was settled
-        key_states: Tensor,  # [B, H, n, d], in the frame of the store
-        value_states: Tensor,  # [B, H, n, d_value]
-    ) -> tuple:  # (keys, values), each `CodedStates`
-        """`update` in a captured step. Raises ValueError where the model does not attend on
-        codes."""
-        states, n = (key_states, value_states), key_states.shape[2]
-        if not layer.on_codes:
-            why = layer.reader.obstacle.why
-            raise ValueError(f"captured steps need attention on codes: {why}")
-        few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
-        near = self.newest(layer.store, *states) if few else states
-        if not torch.compiler.is_compiling():
-            self.tail = near if few else None  # a replay leaves them there, for a crop after it
-        ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)
-        return tuple(CodedStates(layer, x, 0, False, t) for x, t in zip(states, near))
 
-    def attend(self, call: Call) -> Answer:
-        "By the settled backend, by PyTorch for what it was not asked about."
-        if call.mask is not None:  # a model that is compiled makes it without our padding
-            places = torch.arange(call.mask.shape[3], device=call.q.device)
-            real = places >= call.store.start[:, None, None, None]
-            call = call._replace(mask=call.mask & real)
-        few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
-        return ops.serve(call, self.backends["attention"].backend if few else "torch")
+@patch
+def append(
+    self: CapturedSteps,
+    layer,  # a `TurboQuantLayer` that was settled
+    key_states: Tensor,  # [B, H, n, d], in the frame of the store
+    value_states: Tensor,  # [B, H, n, d_value]
+) -> tuple:  # (keys, values), each `CodedStates`
+    """`update` in a captured step. Raises ValueError where the model does not attend on
+    codes."""
+    states, n = (key_states, value_states), key_states.shape[2]
+    if not layer.on_codes:
+        why = layer.reader.obstacle.why
+        raise ValueError(f"captured steps need attention on codes: {why}")
+    few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
+    near = self.newest(layer.store, *states) if few else states
+    if not torch.compiler.is_compiling():
+        self.tail = near if few else None  # a replay leaves them there, for a crop after it
+    ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)
+    return tuple(CodedStates(layer, x, 0, False, t) for x, t in zip(states, near))
+
+
+@patch
+def attend(self: CapturedSteps, call: Call) -> Answer:
+    "By the settled backend, by PyTorch for what it was not asked about."
+    if call.mask is not None:  # a model that is compiled makes it without our padding
+        places = torch.arange(call.mask.shape[3], device=call.q.device)
+        real = places >= call.store.start[:, None, None, None]
+        call = call._replace(mask=call.mask & real)
+    few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
+    return ops.serve(call, self.backends["attention"].backend if few else "torch")
 
 # %% ../../nbs/23_graphs.ipynb #024f6c1b
 # device -> the stream on which graphs are captured: one, since each has a workspace of its own

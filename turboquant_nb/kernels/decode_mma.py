@@ -1713,6 +1713,55 @@ class Repeatable(NamedTuple):
 
 _mma_launcher = Launcher(fragments_kernel)
 _MMA_SLOTS = NUMBER_SLOTS | dict(QUERY="q", ROTATED="parts", O="parts", LSE="lse_parts")
+# of a store, whose tiles lie one after the other
+_NOT_PAGED = dict(page_stride=0, requests=0, early=0, PAGED=False, LISTED=False)
+
+# %% ../../nbs/20_tensor_cores.ipynb #b6ff6791
+class _Chosen(NamedTuple):
+    "What a call compiles the kernel for, and how many programs it gets."
+
+    Q: int  # query rows of a program
+    form: Form
+    fused: bool  # the kernel computes the sums of a pre-RoPE mean
+    biased: bool  # a launch before it does
+    programs: int  # to aim at on this GPU
+    options: dict  # how Triton compiles it
+
+
+def _choose(x: DecodeOperands, s: DecodeSizes, gpu) -> _Chosen:
+    "By the sizes, the bits and the mean of a call; gpu: `device_properties`."
+    Q = 4 if s.rows <= 4 else 8
+    size = max(64, padded_size(max(s.d, s.dv)))
+    fused = x.near_angles is not None and sums_inside(size, Q)
+    biased = x.cos_sin is not None and not fused
+    form = decode_form(
+        FormSide(s.d, s.key_bits, tuple(x.key_chain or ())),
+        FormSide(s.dv, s.value_bits, tuple(x.value_chain or ())),
+        Q,
+        s.tile,
+        x.cos_sin.shape[1] if fused else 0,
+    )
+    bits = max(s.key_bits, s.value_bits)
+    mean = "fused" * fused + "biased" * biased
+    programs, options = packaged_config(gpu.capability, size, Q, bits, mean)
+    return _Chosen(Q, form, fused, biased, programs * gpu.processors, options)
+
+
+def _mean_arguments(x: DecodeOperands, s: DecodeSizes, chosen: _Chosen, bias) -> dict:
+    "What the kernel reads of a mean of keys: itself, with angles, or the sums of a launch."
+    absent = x.packed_lut
+    fused, biased = chosen.fused, chosen.biased
+    centred = x.key_mean is not None and x.cos_sin is None
+    return dict(
+        MK=x.key_mean if centred or fused else absent,
+        BIAS=bias if biased else absent,
+        bias_stride=s.width,
+        NEAR=x.near_angles if fused else absent,
+        FAR=x.far_angles if fused else absent,
+        MEAN_K=centred,
+        BIASED=biased,
+        FUSED=fused,
+    )
 
 # %% ../../nbs/20_tensor_cores.ipynb #850a2dc8
 def mma_attention(
@@ -1721,32 +1770,18 @@ def mma_attention(
     "Attention by the tensor-core kernel; to the caller's memory with `paging`."
     s = DecodeSizes.of(x, paging)
     shared = shared_arguments(x, s)
-    q = x.q
-    Q = 4 if s.rows <= 4 else 8
-    size = max(64, padded_size(max(s.d, s.dv)))
+    gpu = device_properties(x.q.device)
+    chosen = _choose(x, s, gpu)
+    Q, form, fused, biased, programs, options = chosen
     blocks = -(-s.rows // Q)
     coded = x.length - x.offset - s.chunk
-    gpu = device_properties(q.device)
-    fused = x.near_angles is not None and sums_inside(size, Q)
-    form = decode_form(
-        FormSide(s.d, s.key_bits, tuple(x.key_chain or ())),
-        FormSide(s.dv, s.value_bits, tuple(x.value_chain or ())),
-        Q,
-        s.tile,
-        x.cos_sin.shape[1] if fused else 0,
-    )
-    biased = x.cos_sin is not None and not fused
-    centred = x.key_mean is not None and x.cos_sin is None
     pdl = gpu.dependent
-    bits = max(s.key_bits, s.value_bits)
-    mean = "fused" * fused + "biased" * biased
-    programs, options = packaged_config(gpu.capability, size, Q, bits, mean)
     if paging is None:
         cut = None
-        rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs * gpu.processors, 256)
+        rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs, 256)
         parts = Parts.empty(x, s, Q, rule.splits(coded))
     else:
-        cut = paging.cut(x, s, Q, programs * gpu.processors, 256)
+        cut = paging.cut(x, s, Q, programs, 256)
         parts = cut.parts
     splits = parts.lse.shape[1]
     # rotate back in registers
@@ -1768,22 +1803,14 @@ def mma_attention(
         shared
         | cell_arguments(x.keys, x.values)
         | dict(
+            **_mean_arguments(x, s, chosen, bias),
+            **_NOT_PAGED,
             ROTATED=rotated,
             RK_=x.key_rotation,
             RV_=x.value_rotation,
-            MK=x.key_mean if centred or fused else absent,
             PAGES=absent,
-            page_stride=0,
             WORK=absent,
-            requests=0,
-            early=0,
-            PAGED=False,
-            LISTED=False,
             TABLE=x.packed_lut,
-            BIAS=bias if biased else absent,
-            bias_stride=s.width,
-            NEAR=x.near_angles if fused else absent,
-            FAR=x.far_angles if fused else absent,
             factor=factor,
             O=parts.out,
             LSE=parts.lse,
@@ -1793,9 +1820,6 @@ def mma_attention(
             v_step=x.value_step,
             FAST_K=fast_k,
             FAST=fast,
-            MEAN_K=centred,
-            BIASED=biased,
-            FUSED=fused,
             PDL=pdl,
             G=form,
         )

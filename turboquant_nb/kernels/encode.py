@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..quant.codes import lane_order
@@ -1502,35 +1503,6 @@ class AppendPlan:
             **self.constants,
         )
 
-    def launch_rows(
-        self,
-        named: dict,
-        rows: int,  # of a head
-        form: CallForm,
-        options: dict,
-        ready: dict | None = None,  # see `Launcher.launch_known`
-        search=search_few,
-    ) -> None:
-        "Rows of all heads, in the steps that their codes take."
-        heads = named["heads"]
-        room, steps = None, (0,)
-        if self.chained:  # vectors, symbols and three numbers, of both sides
-            steps, room = (1, 2), window_room(heads * rows, self.room, self.device)
-            sides = zip(("KTAB", "VTAB"), (self.key, self.value))
-            named |= {name: room for name, side in sides if side.code}
-        grid = heads * -(-rows // form.M), 2, 1  # each head has programs of its own
-        for step in steps:
-            if step == 2:
-                codes = self.key.code, self.value.code
-                for found in window_searches(codes, room, heads * rows, self.room):
-                    search(*found)
-            of_step = named | dict(rows=rows, F=form, STEP=step)
-            if ready is None:
-                _row_launcher(grid, of_step, {}, **options)
-            else:
-                known = ready[form.STATIC, step]
-                _row_launcher.launch_known(grid, of_step, known, **options)
-
     def launch(self, k, v, sides: tuple, shared: dict, place: Place) -> None:
         "A short append; arguments as of `named`."
         named = self.named(k, v, sides, shared, place)
@@ -1538,38 +1510,71 @@ class AppendPlan:
         form = self.short[place.on_device]
         self.launch_rows(named, k.shape[0] * n, form, self.options, self.ready)
 
-    def launch_long(
-        self,
-        k,
-        v,
-        sides: tuple,
-        shared: dict,
-        place: Place,
-        config: tuple | None = None,  # rows of a program and how Triton compiles it
-    ) -> None:
-        "A long one: whole tiles, and rows for the rest; arguments as of `named`."
-        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-        (b, h, n, _), tile, (m, options) = k.shape, self.tile, config or self.config
-        named = self.named(k, v, sides, shared, place)
-        form = self.form._replace(STATIC=place.on_device)
-        begun = 0 if place.on_device else min(n, -place.first % tile)  # in a tile that is there
-        whole = 0
-        if self.whole:
-            if tile // 4 % m == 0:
-                whole = (n - begun) // tile
-            of_tiles, m, options = (m, options), self.rows, self.options
-        if whole:
-            rows, how = of_tiles
-            blocks, processors = tile // 4 // rows, device_properties(k.device).processors
-            each = max(1, min(16, whole * blocks * b * h // (6 * processors)))
-            grid = -(-whole // each) * blocks, b * h, 2
-            more = dict(each=each, F=form._replace(M=rows))
-            _tile_launcher(grid, named | more, {}, **how)
-        if place.on_device or begun or n > whole * tile:
-            parts = 2 if whole else 1 + -(-(n - begun) // tile)
-            named["each"] = parts * (tile // 4)
-            form = form._replace(M=m, STEPS=4, SKIP=whole > 0)
-            self.launch_rows(named, b * named["each"], form, options)
+# %% ../../nbs/18_encode.ipynb #3d002e1f
+@patch
+def launch_rows(
+    self: AppendPlan,
+    named: dict,
+    rows: int,  # of a head
+    form: CallForm,
+    options: dict,
+    ready: dict | None = None,  # see `Launcher.launch_known`
+    search=search_few,
+) -> None:
+    "Rows of all heads, in the steps that their codes take."
+    heads = named["heads"]
+    room, steps = None, (0,)
+    if self.chained:  # vectors, symbols and three numbers, of both sides
+        steps, room = (1, 2), window_room(heads * rows, self.room, self.device)
+        sides = zip(("KTAB", "VTAB"), (self.key, self.value))
+        named |= {name: room for name, side in sides if side.code}
+    grid = heads * -(-rows // form.M), 2, 1  # each head has programs of its own
+    for step in steps:
+        if step == 2:
+            codes = self.key.code, self.value.code
+            for found in window_searches(codes, room, heads * rows, self.room):
+                search(*found)
+        of_step = named | dict(rows=rows, F=form, STEP=step)
+        if ready is None:
+            _row_launcher(grid, of_step, {}, **options)
+        else:
+            known = ready[form.STATIC, step]
+            _row_launcher.launch_known(grid, of_step, known, **options)
+
+
+@patch
+def launch_long(
+    self: AppendPlan,
+    k,
+    v,
+    sides: tuple,
+    shared: dict,
+    place: Place,
+    config: tuple | None = None,  # rows of a program and how Triton compiles it
+) -> None:
+    "A long one: whole tiles, and rows for the rest; arguments as of `named`."
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    (b, h, n, _), tile, (m, options) = k.shape, self.tile, config or self.config
+    named = self.named(k, v, sides, shared, place)
+    form = self.form._replace(STATIC=place.on_device)
+    begun = 0 if place.on_device else min(n, -place.first % tile)  # in a tile that is there
+    whole = 0
+    if self.whole:
+        if tile // 4 % m == 0:
+            whole = (n - begun) // tile
+        of_tiles, m, options = (m, options), self.rows, self.options
+    if whole:
+        rows, how = of_tiles
+        blocks, processors = tile // 4 // rows, device_properties(k.device).processors
+        each = max(1, min(16, whole * blocks * b * h // (6 * processors)))
+        grid = -(-whole // each) * blocks, b * h, 2
+        more = dict(each=each, F=form._replace(M=rows))
+        _tile_launcher(grid, named | more, {}, **how)
+    if place.on_device or begun or n > whole * tile:
+        parts = 2 if whole else 1 + -(-(n - begun) // tile)
+        named["each"] = parts * (tile // 4)
+        form = form._replace(M=m, STEPS=4, SKIP=whole > 0)
+        self.launch_rows(named, b * named["each"], form, options)
 
 # %% ../../nbs/18_encode.ipynb #2199f06a
 @lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
