@@ -901,7 +901,7 @@ def _held_by(store) -> _Call:
     "What a call says of the tensors of a store, kept while they are the same."
     key, value = store.parts
     tensors = [key.exact.sinks, value.exact.sinks, key.exact.recent, value.exact.recent]
-    tensors += [*key.memory.tensors.values(), *value.memory.tensors.values()]
+    tensors += [key.memory.cells, value.memory.cells]
     call, former = store.memo.get("cpu", (None, ()))
     if len(former) != len(tensors) or any(a is not b for a, b in zip(former, tensors)):
         call = _Call(key=_side(key), value=_side(value))
