@@ -80,7 +80,11 @@ def one_of(
     return value
 
 
-def instance(value, name: str, kind: type):
+def instance(
+    value,  # what came
+    name: str,  # the argument, as the caller knows it
+    kind: type,  # the class that errors name
+):
     "`value`. TypeError unless it is an object of the class `kind`."
     if not isinstance(value, kind):
         raise TypeError(
@@ -104,14 +108,20 @@ def _kind(x) -> str:
     return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
 
 
-def floats(x: Tensor, name: str) -> Tensor:
+def floats(
+    x: Tensor,  # what came
+    name: str,  # the argument, as the caller knows it
+) -> Tensor:
     "`x`. TypeError unless it is a floating-point tensor."
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {_kind(x)}")
     return x
 
 
-def integers(x: Tensor, name: str) -> Tensor:
+def integers(
+    x: Tensor,  # what came
+    name: str,  # the argument, as the caller knows it
+) -> Tensor:
     "`x`. TypeError unless it is a tensor of integers; bool is none."
     if (
         not isinstance(x, Tensor)
@@ -123,7 +133,11 @@ def integers(x: Tensor, name: str) -> Tensor:
     return x
 
 
-def dtype(x: Tensor, name: str, kind: torch.dtype) -> Tensor:
+def dtype(
+    x: Tensor,  # what came
+    name: str,  # the argument, as the caller knows it
+    kind: torch.dtype,  # what errors ask for
+) -> Tensor:
     "`x`. TypeError unless it is a tensor of this dtype."
     if not isinstance(x, Tensor) or x.dtype != kind:
         raise TypeError(f"{name} must be a {str(kind)[6:]} tensor, got {_kind(x)}")
@@ -157,7 +171,10 @@ def device(
     return x
 
 # %% ../nbs/reference/checks.ipynb #4eb58ef3
-def finite(x: Tensor, name: str) -> Tensor:
+def finite(
+    x: Tensor,  # of any float dtype
+    name: str,  # the argument, as the caller knows it
+) -> Tensor:
     """`x`. ValueError, with a count, if a value is NaN or Inf. One sum settles it in the usual
     case; no temporary is made."""
     if x.sum(dtype=torch.float32).isfinite() or x.isfinite().all():

@@ -92,7 +92,10 @@ def _refused(check, *args):
         raise ValueError(str(error)) from None
 
 
-def numbers(values, name: str) -> list:
+def numbers(
+    values,  # of any type, as JSON gave it
+    name: str,  # how errors call them
+) -> list:
     "A list of finite numbers. ValueError for anything else."
     for i, x in enumerate(_refused(checks.instance, values, name, list)):
         _refused(checks.number, x, f"{name}[{i}]")
@@ -104,7 +107,11 @@ class Saved(dict):
     ValueError that names the field, what was expected and what came."""
 
     @classmethod
-    def of(cls, value, name: str) -> "Saved":  # how errors call it
+    def of(
+        cls,
+        value,
+        name: str,  # how errors call it
+    ) -> "Saved":
         "From a field of its own."
         return cls(_refused(checks.instance, value, name, dict))
 
@@ -112,11 +119,22 @@ class Saved(dict):
         have = ", ".join(map(str, self)) or "nothing"
         raise ValueError(f"the file must hold {name!r}, got {have[:200]}")
 
-    def whole(self, name: str, low: int = 0, high: int | None = None) -> int:
+    def whole(
+        self,
+        name: str,  # of the field
+        low: int = 0,  # smallest value allowed
+        high: int | None = None,  # largest value allowed; None: no bound
+    ) -> int:
         "An integer in a range."
         return _refused(checks.whole, self[name], name, low, high)
 
-    def wholes(self, name: str, count: int, low: int = 0, high: int | None = None) -> list:
+    def wholes(
+        self,
+        name: str,  # of the field, which holds a list
+        count: int,  # its length
+        low: int = 0,  # smallest value allowed
+        high: int | None = None,  # largest value allowed; None: no bound
+    ) -> list:
         "So many integers in a range."
         values = self.a(name, list)
         if len(values) != count:
@@ -125,22 +143,35 @@ class Saved(dict):
             _refused(checks.whole, x, f"{name}[{i}]", low, high) for i, x in enumerate(values)
         ]
 
-    def a(self, name: str, kind: type, each: type | None = None):
-        "An object of a class; `each`: the class of what a list holds."
+    def a(
+        self,
+        name: str,  # of the field
+        kind: type,  # class of the object
+        each: type | None = None,  # class of what a list holds; None: of any
+    ):
+        "An object of a class, or a list of such objects."
         value = _refused(checks.instance, self[name], name, kind)
         for i, x in enumerate(value) if each else ():
             _refused(checks.instance, x, f"{name}[{i}]", each)
         return value
 
-    def one_of(self, name: str, allowed):
+    def one_of(
+        self,
+        name: str,  # of the field
+        allowed,  # values, in the order in which the message lists them
+    ):
         "One of the allowed values."
         return checks.one_of(self[name], name, allowed)
 
     def tensor(
-        self, name: str, dtype: torch.dtype, *shape, low: float | None = None
+        self,
+        name: str,  # of the field
+        dtype: torch.dtype,
+        *shape,  # sizes; None: any size
+        low: float | None = None,  # least number that it may hold; None: any finite one
     ) -> torch.Tensor:
-        """A tensor of this type and shape (None: any size), with finite numbers, none of them
-        below `low`, where it has any: on the device "meta" it has none."""
+        """A tensor of this type and shape with finite numbers, none of them below `low`, where
+        it has any: on the device "meta" it has none."""
         x = self.get(name)
         fits = x is not None and x.dtype == dtype and x.ndim == len(shape)
         if not fits or any(want not in (None, n) for want, n in zip(shape, x.shape)):
@@ -153,7 +184,10 @@ class Saved(dict):
             raise ValueError(f"{name} must be at least {low}, got {float(x.min()):g}")
         return checks.finite(x, name)
 
-    def only(self, names) -> None:
+    def only(
+        self,
+        names,  # all that the file may hold; what is missing is not looked for
+    ) -> None:
         "Refuse what is held beside these names."
         if more := sorted(self.keys() - set(names)):
             raise ValueError(

@@ -134,7 +134,9 @@ def record(
     }
 
 # %% ../nbs/reference/results.ipynb #2ef0fd06
-def commits(result: dict) -> list:
+def commits(
+    result: dict,  # as `record` gives it
+) -> list:
     "All commits of the rows of a result, sorted; a row without one is of the result's own."
     return sorted({r["commit"] if "commit" in r else result["commit"] for r in result["rows"]})
 
@@ -203,7 +205,9 @@ def save(
 _PACKAGED = Path(globals().get("__file__", ".")).parent / "data" / "results"
 
 
-def locate(path) -> Path:
+def locate(
+    path,  # relative to the working folder, or absolute
+) -> Path:
     """A file or folder of results: the path itself if it is there, else its copy in the
     installed package, if the path leads through `results/` and the copy is there; else the path
     itself."""
@@ -215,7 +219,10 @@ def locate(path) -> Path:
     return path
 
 # %% ../nbs/reference/results.ipynb #0e3a42d3
-def load(path, draft: bool = False) -> dict:
+def load(
+    path,  # of the JSON file, as `locate` takes it
+    draft: bool = False,  # take a draft, or a measurement of code that was not committed
+) -> dict:
     """Read a result, where `locate` finds it. Raises FileNotFoundError, or ValueError if it is
     not JSON, incomplete, its gate is red, or it is a draft or of code that was not
     committed."""
@@ -333,7 +340,10 @@ def _dated(result):
     return [{"commit": result["commit"], "utc": result["utc"]} | r for r in result["rows"]]
 
 
-def earlier(path, draft: bool = False) -> list:
+def earlier(
+    path,  # of the file that the run extends
+    draft: bool = False,  # take a draft, or a measurement of code that was not committed
+) -> list:
     """Rows of a file, each with its commit and utc, for a run that extends it. Raises
     ValueError as `load`, and for a file of another machine or PyTorch."""
     x = load(path, draft)
@@ -342,7 +352,10 @@ def earlier(path, draft: bool = False) -> list:
     return _dated(x)
 
 
-def joined(paths, draft: bool = False) -> dict:
+def joined(
+    paths,  # of the files; their rows come in this order
+    draft: bool = False,  # take a draft, or a measurement of code that was not committed
+) -> dict:
     """One result of files that were measured in parts. Raises ValueError as `load`, and if they
     differ in more than rows."""
     files = [load(path, draft) for path in paths]
@@ -373,8 +386,15 @@ def parse(
 
 
 def write(
-    args, experiment: str, rows: list, gate: dict, model: dict, data: dict, seeds: list, **more
+    args,  # of `parse`: `out`, `draft` and `code`
+    experiment: str,  # its name
+    rows: list,  # these and what follows up to `seeds`: as for `record`
+    gate: dict,
+    model: dict,
+    data: dict,
+    seeds: list,
+    **more,  # fields that the head gets besides
 ) -> None:
-    "Save a record of these rows as `args`, of `parse`, say; `more` joins its head."
+    "Save a record of these rows where `args` say, and as a draft if they say so."
     result = record(experiment, rows, gate, model, data, seeds, args.code)
     save(result | more, args.out, args.draft)

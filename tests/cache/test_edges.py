@@ -364,7 +364,7 @@ def test_attention_where_the_device_counts_the_tokens(center, recent):
     tail = tail_with(store, k[:, :, 37:], v[:, :, 37:])
     store.append(k[:, :, 37:], v[:, :, 37:])
     for side in store.parts:  # what lies beyond the length may be anything
-        side.tensors["scale"].flatten(2)[:, :, 40:] = math.nan
+        side.memory.tensors["scale"][:, :, 40 // 8 :] = math.nan
     q = torch.randn(2, 4, 3, 8, generator=seeded(1))
     chunk = (tail.key, tail.value) if recent else (k[:, :, 37:], v[:, :, 37:])
     for given in (chunk,) if recent else (chunk, (None, None)):
@@ -397,7 +397,7 @@ def test_a_scale_that_does_not_fit_is_nan_until_it_is_said():
     large = x.clone()
     large[:, :, 2] = 3e6
     unsynced(store, (large, x))
-    scale = store.key.tensors["scale"].flatten()[:5]
+    scale = store.key.memory.numbers("scale", 0, 5).flatten()
     assert scale[2].isnan() and scale[[0, 1, 3, 4]].isfinite().all()
     with refuses("keys that were too large; attention to such tokens"):
         store.sync()

@@ -195,11 +195,12 @@ def test_a_range_that_was_freed_is_refused():
 def test_the_digest_sees_one_bit():
     "The mutant: every tensor that a store has, with one number changed."
     for i, name in enumerate(("key", "value")):
-        for n in getattr(filled("grows"), name).tensors:
+        part = getattr(filled("grows"), name)
+        for n in [*part.memory.fields, *part.exact.tensors, *part.frame_names]:
             store = filled("grows")
             before = digest(store)
-            t = store.parts[i].tensors[n].view(-1)
-            t[-1] = t[-1] + 1
+            t = (store.parts[i].memory.tensors | store.parts[i].tensors)[n]
+            t[(-1,) * t.ndim] += 1
             assert digest(store) != before, n
 
 

@@ -104,6 +104,9 @@ class Dense:
             store.tile,
             0,
         )
+        # positions coded again from what was read: a processor may multiply few rows in another
+        # order than many, so that the states were not the same to the bit
+        self.again = frozenset()
         self.raw = [
             torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype)
             for s in (store.key, store.value)
@@ -184,6 +187,7 @@ class Dense:
     def code_again(self, length):
         "Old tokens of the last tile that is left are young again, coded as they read."
         first = length // self.tile * self.tile
+        self.again = self.again | {*range(first, length)}
         for i, x in enumerate(self.framed()):
             x = x[:, :, first:length]
             if x.shape[2]:
@@ -241,9 +245,13 @@ def check(store, dense):
     real = (torch.arange(store.freed, store.length) >= store.start[:, None])[
         :, None, :, None
     ]  # padding may be exact or coded
+    again = torch.tensor([p in dense.again for p in range(store.freed, store.length)])
+    again = again.bool()[:, None]
     for a, b in zip(got, want):
         assert a.dtype == store.dtype and a.shape == b.shape
-        same(a.where(real, 0), b.where(real, 0), allow_empty=True)
+        a, b = a.where(real, 0), b.where(real, 0)
+        same(a.where(~again, 0), b.where(~again, 0), allow_empty=True)
+        torch.testing.assert_close(a, b)
     if store.length > store.freed:
         parts = [part for run in store.runs for part in run.parts]
         held = [t for part in parts for t in part.tensors.values()]
@@ -633,9 +641,7 @@ def test_what_a_recording_cannot_refuse():
     bad = good[1].clone()
     bad[0, 1, 2, 3] = torch.nan
     captured(store, good[0], bad)
-    assert store.value.tensors["scale"].flatten(2)[:, :, :20].isnan().nonzero().tolist() == [
-        [0, 1, 12]
-    ]
+    assert store.value.memory.numbers("scale", 0, 20).isnan().nonzero().tolist() == [[0, 1, 12]]
     with refuses("values that were not finite"):
         store.sync()
     assert store.sync() == 20
@@ -644,7 +650,7 @@ def test_what_a_recording_cannot_refuse():
     assert int(store.clock.position) == 25
     with refuses("more tokens than max_length"):
         store.sync()
-    assert store.sync() == 25 and store.key.tensors["scale"].flatten(2)[:, :, 24].isnan().all()
+    assert store.sync() == 25 and store.key.memory.numbers("scale", 24, 25).isnan().all()
     store.crop(15)
     store.append(*good)
     assert store.length == int(store.clock.position) == 20 and not any(

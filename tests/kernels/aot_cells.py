@@ -14,13 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 
 from turboquant_nb.cache.pages import CellLayout
-from turboquant_nb.kernels import (
-    cell_attention,
-    cells,
-    decode,
-    decode as decode_launch,
-    decode_mma,
-)
+from turboquant_nb.kernels import decode, decode as decode_launch, decode_mma
 from turboquant_nb.kernels.cell_attention import _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
 from turboquant_nb.kernels.encode import (
@@ -37,8 +31,6 @@ TYPES = aot_decode.TYPES | dict.fromkeys(
     "*fp32",
 )
 TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "NEAR"), "*bf16") | dict(
-    CELLS="*u8",
-    SCALES="*fp16",
     LUT="*i32",
     TABLE="*i32",
     NEAR_TABLE="*i32",
@@ -51,17 +43,15 @@ TYPES |= dict.fromkeys(("OUT", "KX", "VX", "KW", "VW", "K", "V", "NEAR"), "*bf16
     vfactor="fp32",
     factor="fp32",
 )
-PLANES = "K0 K1 K2 V0 V1 V2".split()
-STRIDES = (
-    "block_stride head_stride cell_stride qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh "
-    "nt ksb ksh ksn vsb vsh vsn".split()
-)
+STRIDES = "qt qh ot oh ckt ckh cvt cvh kt kh vt vh nb nh nt ksb ksh ksn vsb vsh vsn".split()
 
 
 def places(c, side):
-    at = c.offsets
-    planes = [x for name, x in at.items() if name.startswith(side) and "scale" not in name]
-    return cells.PlanePlaces(*(planes + planes[-1:] * 2)[:3], at[f"{side} scale"])
+    return c.places[side == "value"]
+
+
+def both_places(c):
+    return dict(zip(("KA", "VA"), c.places))
 
 
 def compiled(fn, constants, types=TYPES, kind=ASTSource, **options):
@@ -89,8 +79,9 @@ def fragments(
     regs=None,
 ):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
-    where = places(c, "key"), places(c, "value")
-    form = cell_attention._cell_form(c, rows, *where, chains(c, codebook))
+    sizes = (c.d_key, c.key_bits), (c.d_value, c.value_bits)
+    sides = [decode_mma.FormSide(*size, x) for size, x in zip(sizes, chains(c, codebook))]
+    form = decode_mma.decode_form(*sides, rows, c.tokens)
     flags = "HAS_START HAS_END BIASED FUSED".split()
     constants = dict.fromkeys(flags, False) | dict(
         HAS_LENGTH=True,
@@ -103,6 +94,7 @@ def fragments(
         LISTED=listed,
         PDL=True,
         G=form,
+        **both_places(c),
     )
     types = TYPES | dict(MK="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32")
     types |= dict(START="*i32", END="*i32", each_length="constexpr", bias_stride="i32")
@@ -130,9 +122,7 @@ def windows(c, codebook):
 def portable(c, sliding=False, capped=False, listed=True, codebook=None):
     flags = dict.fromkeys(("HAS_START", "HAS_END", "BIASED"), False)
     constants = decode_launch._NO_TABLE | sizes(c) | flags
-    constants |= dict(
-        KA=places(c, "key"),
-        VA=places(c, "value"),
+    constants |= both_places(c) | dict(
         R=c.tokens // 4,
         BR=16,
         KB=c.key_bits,
@@ -145,10 +135,9 @@ def portable(c, sliding=False, capped=False, listed=True, codebook=None):
         LISTED=listed,
     )
     constants |= windows(c, codebook)
-    given = "PAGES page_stride block_stride head_stride WORK requests".split()
+    given = "PAGES page_stride WORK requests".split()
     constants = {name: x for name, x in constants.items() if name not in given}
     types = TYPES | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
-    types |= dict.fromkeys(("KSCALE", "VSCALE"), "*fp16") | dict.fromkeys(PLANES, "*u8")
     options = dict(num_warps=8 if codebook else 4, num_stages=1)
     return compiled(decode.portable_kernel, constants, types, **options)
 
@@ -164,7 +153,7 @@ def join(
     learnt=False,
 ):
     constants = sizes(c) | dict.fromkeys(("HAS_START", "HAS_END"), False)
-    constants |= dict.fromkeys("SK WK SV WV START END sb ckb cvb".split())
+    constants |= dict.fromkeys("SK WK SV WV".split())
     constants |= dict(
         Q=4,
         R=together,
@@ -195,10 +184,9 @@ def append(c, steps=4, centred=False, step=0):
         )
         for d, b, mean in ((c.d_key, c.key_bits, centred), (c.d_value, c.value_bits, False))
     )
-    form = CallForm(c.tokens // 4, 16, False, STEPS=steps, PDL=True)
-    constants = dict(KC=kc, VC=vc, KA=places(c, "key"), VA=places(c, "value"), F=form)
-    constants |= dict(STEP=step, each=1)
-    of_side = dict.fromkeys(("P0", "P1", "P2", "SINKS", "RING"), "*u8") | dict(SCALE="*fp16")
+    form = CallForm(c.tokens // 4, 16, False, PAGED=True, STEPS=steps, PDL=True)
+    constants = both_places(c) | dict(KC=kc, VC=vc, F=form, STEP=step, each=1)
+    of_side = dict.fromkeys(("SINKS", "RING"), "*u8")
     types = TYPES | {side + name: x for side in "KV" for name, x in of_side.items()}
     types |= dict.fromkeys(("START", "COS_SIN", "POSITION", "FLAG"), "*i64")
     options = dict(num_warps=8 if max(c.d_key, c.d_value) > 128 else 4, num_stages=2)

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from turboquant_nb.cache.memory import Memory
 from turboquant_nb.kernels import (
     blocks,
     decode,
@@ -31,8 +32,6 @@ TYPES = dict(
     RK_="*fp32",
     RV_="*fp32",
     MK="*bf16",
-    KS="*fp16",
-    VS="*fp16",
     TABLE="*i32",
     START="*i64",
     END="*i64",
@@ -53,12 +52,23 @@ TYPES = dict(
     v_step="fp32",
     cap_at="fp32",
 )
-TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16") | dict.fromkeys(
-    ("K0", "K1", "K2", "V0", "V1", "V2"), "*u8"
-)
-
-
+TYPES |= dict.fromkeys(("QUERY", "SK", "SV", "WK", "WV", "CK", "CV"), "*bf16")
+TYPES |= dict.fromkeys(("CELLS", "KCELLS", "VCELLS"), "*u8")
+TYPES |= dict.fromkeys(("SCALES", "KSCALES", "VSCALES"), "*fp16")
 STRIDES = "bias_stride sb sh sn ckb ckh ckn cvb cvh cvn".split()
+STRIDES += "cb ch ct kcb kch kct vcb vch vct".split()
+
+
+def places(d, bits, along, page=256, codebook=None):
+    "Where a store has the planes and scales of one side."
+    code = find_code(Spec(bits, codebook=codebook) if codebook else Spec(bits), d)
+    return Memory(code, along, page).places
+
+
+def both_places(d, bits, page=256, codebook=None):
+    "The same of keys and of values, as kernels take them."
+    sides = zip(("KA", "VA"), bits, ("channel", "token"))
+    return {name: places(d, b, along, page, codebook) for name, b, along in sides}
 
 
 def compiled(
@@ -114,7 +124,6 @@ def build(
         HAS_LENGTH=length,
         PAGED=paged,
         LISTED=False,
-        block_stride=1,
         FAST_K=not per_head and d in (64, 128, 256),
         FAST=d in (64, 128, 256),
         MEAN_K=not biased and not fused,
@@ -124,6 +133,7 @@ def build(
         CAPPED=capped,
         PDL=capability >= 90,
         G=form,
+        **both_places(d, bits, page, codebook),
     )
     options = dict(num_warps=1, **({"maxnreg": regs} if regs else {}))
     fn = decode_mma.fragments_kernel
@@ -162,11 +172,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
 def portable(capability=90, d=128, bits=(3, 3), codebook=None):
     "The portable kernel; codebook: of a trellis code."
     chains = chains_of(codebook, d, bits) if codebook else ((), ())
-    types = (
-        TYPES
-        | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
-        | dict.fromkeys(("KSCALE", "VSCALE"), "*fp16")
-    )
+    types = TYPES | dict.fromkeys(("SHIFT", "TABLE"), "*fp32")
     padded = 1 << (d - 1).bit_length()
     constants = dict(
         D=d,
@@ -187,6 +193,7 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
     )
     windows = (decode_launch.window_chain(chain, d) for chain in chains)
     constants |= decode_launch._NO_TABLE | dict(zip(("KX", "VX"), windows))
+    constants |= both_places(d, bits, codebook=codebook)
     options = dict(num_warps=8 if d > 128 or codebook else 4, num_stages=1)
     return compiled(decode.portable_kernel, constants, capability, types, **options)
 
@@ -237,10 +244,9 @@ def look_up(capability=90, d=128, bits=3, by_token=False, codebook=None, page=25
     page: tokens of a tile; cell: where the planes are in an engine's blocks."""
     types = (
         TYPES
-        | dict.fromkeys(("P0", "P1", "P2"), "*u8")
-        | dict.fromkeys(("OUT", "TABLE", "SCALES"), "*fp16")
+        | dict.fromkeys(("OUT", "TABLE"), "*fp16")
         | dict.fromkeys(("CHANNELS", "CHAIN", "PAGES"), "*i32")
-        | dict.fromkeys(("oh", "h0", "h1", "h2"), "i64")
+        | dict.fromkeys(("oh", "ch"), "i64")
     )
     windows = find_code(Spec(bits, codebook=codebook), d).windows if codebook else None
     constants = dict(
@@ -254,11 +260,11 @@ def look_up(capability=90, d=128, bits=3, by_token=False, codebook=None, page=25
         HELD=len(windows.channels) - 1 if codebook else 0,
         LAST=len(windows.levels) - 1 if codebook else 0,
         PAGED=cell is not None,
-        AT=cell,
+        A=cell or places(d, bits, "token" if by_token else "channel", page, codebook),
     )
     if cell is not None:
         types |= dict(OUT="*bf16", TABLE="*fp32")
-    strides = "oh ot h0 h1 h2 block_stride".split()
+    strides = "oh ot ch ct".split()
     fn = blocks._look_up_kernel
     warps = 8 if codebook or d > 256 else 4
     return compiled(fn, constants, capability, types, strides=strides, num_warps=warps)
@@ -266,11 +272,7 @@ def look_up(capability=90, d=128, bits=3, by_token=False, codebook=None, page=25
 
 def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
     "The kernel that decodes a block of the past."
-    types = (
-        TYPES
-        | dict.fromkeys(("P0", "P1", "P2"), "*u8")
-        | dict(OUT="*bf16", SCALE="*fp16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16")
-    )
+    types = TYPES | dict(OUT="*bf16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16")
     constants = dict(
         D=d,
         DP=decode_launch.padded_size(d),
@@ -283,6 +285,7 @@ def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
         HAS_START=True,
         PARTS=parts,
         ASM=True,
+        A=places(d, bits, "token" if by_token else "channel"),
     )
     return compiled(blocks._read_kernel, constants, capability, types, num_warps=4)
 

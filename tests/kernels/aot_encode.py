@@ -37,8 +37,8 @@ def compiled(f, constants, dtype, capability, options):
     "A kernel for pointers and numbers as `append` gives them."
     plain = not constants["KC"].ROPE
     of_side = dict.fromkeys(("X", "SINKS", "RING"), NAMES[dtype])
-    of_side |= dict.fromkeys(("P0", "P1", "P2"), "*u8") | dict(W="*bf16", TAB="*fp32")
-    of_side |= dict(SCALE="*fp16", factor="fp32")
+    of_side |= dict(CELLS="*u8", SCALES="*fp16")
+    of_side |= dict(W="*bf16", TAB="*fp32", factor="fp32")
     types = dict(
         MEAN="*fp32" if plain else "*bf16",
         START="*i64",
@@ -48,7 +48,7 @@ def compiled(f, constants, dtype, capability, options):
         SLOTS="*i32",
     )
     types |= {side + name: x for side in "KVkv" for name, x in of_side.items()}
-    strides = [side + name for side in "kv" for name in ("sb", "sh", "sn")]
+    strides = [side + name for side in "kv" for name in ("sb", "sh", "sn", "cb", "ch", "ct")]
     return aot_decode.compiled(f, constants, capability, types, strides=strides, **options)
 
 
@@ -73,6 +73,10 @@ def build(
     chain = d if step else 0
     sides = consts(d, dtype, bits, parts, center, capability, r, transform, chain, dv)
     both = dict(zip(("KC", "VC"), sides))
+    alongs = ("KA", "channel"), ("VA", "token")
+    both |= {
+        name: aot_decode.places(c.D, c.BITS, along) for c, (name, along) in zip(sides, alongs)
+    }
     large, more = capability >= 90, {"each": 1} if n == 1 else {}
     form = encode.CallForm(64, 16, False, static)
     long = encode._config(d, 64, parts, large, dtype.itemsize, r)
@@ -87,7 +91,7 @@ def build(
     m, options = config or (encode.short_config(d, large) if n <= 64 or has_whole else long)
     of_length = dict(sinks=4, ring=64) if n <= 64 else dict(STEPS=4, SKIP=has_whole)
     form = form._replace(M=m, **of_length)
-    more |= {"F": form, "STEP": step, "KA": None, "VA": None}
+    more |= {"F": form, "STEP": step}
     return compiled(encode.row_kernel, both | more, dtype, capability, options)
 
 

@@ -77,7 +77,7 @@ def test_what_is_not_written_is_not_read():
     _, store, _ = setup(H=1, B=1, T=70, center="pre_rope")
     want = store.read(0, 70)
     for side in store.parts:
-        side.tensors["scale"][:, :, :, 70:] = float("nan")
+        side.memory.tensors["scale"][:, :, :, 70:] = float("nan")
     for x, y in zip(blocks.read_block(store, launch.store_plan(store).tables, 0, 70), want):
         assert differs(x, y) <= 1
 
@@ -107,7 +107,7 @@ def test_more_refusals():
     for first, last in ((-1, 5), (5, 5), (0, 301)):
         with pytest.raises(ValueError, match="positions must lie in"):
             blocks.read_block(store, tables, first, last)
-    store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    store.key.memory.hold(store.key.memory.cells.mT.contiguous().mT)
     assert "contiguous" in blocks.refuses(store, tables)
 
 

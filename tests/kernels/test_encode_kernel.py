@@ -74,14 +74,12 @@ def agree(fused, plain, chunks, ties=3e-3):
             rtol=2e-3 if differ.any() else max(2e-6, 1.01 * torch.finfo(one.scale.dtype).eps),
             atol=0,
         )
-        assert set(a.tensors) == set(b.tensors)
-        for n, t in b.tensors.items():
-            u = a.tensors[n]
-            assert (
-                u.shape == t.shape
-                and u.dtype == t.dtype
-                and u.is_contiguous() == t.is_contiguous()
-            ), n
+        assert a.memory.fields == b.memory.fields and set(a.tensors) == set(b.tensors)
+        assert a.memory.cells.is_contiguous() and b.memory.cells.is_contiguous()
+        held = b.memory.tensors | {n: t for n, t in b.tensors.items() if n != "cells"}
+        for n, t in held.items():
+            u = (a.memory.tensors | a.tensors)[n]
+            assert u.shape == t.shape and u.dtype == t.dtype, n
             if n.startswith("plane") and not differ.any():
                 assert torch.equal(u, t), n
             elif n in ("mean", "sinks", "recent"):
@@ -480,19 +478,14 @@ def test_a_captured_step_that_does_not_fit():
     x = states(1, 2, 100, 32)
     kernel.append(store, x, x)
     captured(store, x[:, :, :3], x[:, :, :3])
-    held = [
-        t
-        for part in store.parts
-        for name, t in part.tensors.items()
-        if name.startswith(("plane", "sinks"))
-    ]
+    held = [t for part in store.parts for t in (*part.memory.planes, part.exact.sinks)]
     before = [t.clone() for t in held]
     for n in (3, 70):
         captured(store, x[:, :, :n], x[:, :, :n])
     assert len(held) > 2 and all(map(torch.equal, held, before))
     assert (
         int(store.clock.position) == 103
-        and store.key.tensors["scale"].flatten(2)[:, :, 102].isnan().all()
+        and store.key.memory.numbers("scale", 102, 103).isnan().all()
     )
     with pytest.raises(ValueError, match="more tokens than max_length"):
         store.sync()
@@ -639,9 +632,9 @@ def test_states_taken_without_waiting(n, wait, side, bad):
     y = x.clone()
     y[0, 1, 3] = bad
     kernel.append(store, *((y, x) if side == 0 else (x, y)), wait=wait)
-    scale = (store.key, store.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
+    scale = store.parts[side].memory.numbers("scale", 0, n + 8)
     assert store.length == n + 8 and scale.isnan().nonzero().tolist() == [[0, 1, 11]]
-    right = (waits.key, waits.value)[side].tensors["scale"].flatten(2)[:, :, : n + 8]
+    right = waits.parts[side].memory.numbers("scale", 0, n + 8)
     assert torch.equal(scale[~scale.isnan()], right[~scale.isnan()])
     with pytest.raises(ValueError, match=("keys", "values")[side] + " that were"):
         store.sync()
@@ -781,8 +774,9 @@ def test_addresses_are_those_of_the_tensors(monkeypatch):
     for name, a in first.items():
         assert again[name] == (a.data_ptr() if isinstance(a, torch.Tensor) else a), name
     for side, one in (("K", store.key), ("V", store.value)):
-        for name, tensor in (("P0", "plane0"), ("SCALE", "scale"), ("RING", "recent")):
+        for name, tensor in (("CELLS", "cells"), ("RING", "recent")):
             assert first[side + name] is one.tensors[tensor], name
+        assert first[side + "SCALES"] is one.memory.scales
 
 
 @pytest.fixture(scope="module")

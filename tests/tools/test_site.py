@@ -480,7 +480,7 @@ def test_a_search_finds_the_manual_first(tmp_path, shell):
     quarto_site(tmp_path, shell)
     for page, title, text in (
         ("guide.html", "Guide", "What vLLM, perplexity, Qwen3, two bits and 2 bits do. " * 9),
-        ("recipe.html", "20b · 2 bits, two bits", "vLLM perplexity Qwen3"),
+        ("quantizer.html", "11 · 2 bits, two bits", "vLLM perplexity Qwen3"),
     ):
         body = SECTIONS.format(title="", head=title, text=text)
         (tmp_path / page).write_text(quarto_page(shell, body, title))
@@ -489,10 +489,10 @@ def test_a_search_finds_the_manual_first(tmp_path, shell):
     problems = preview.Problems()
     preview.check_widths(tmp_path, problems, searches=preview.SEARCHES)
     assert problems == []
-    text = (tmp_path / "recipe.html").read_text()  # the page that asks: Fuse's own order
-    (tmp_path / "recipe.html").write_text(
+    text = (tmp_path / "quantizer.html").read_text()  # the page that asks: Fuse's own order
+    (tmp_path / "quantizer.html").write_text(
         text.replace("Fuse.prototype", "Other").replace(SCRIPT, "")
     )
     preview.check_widths(tmp_path, problems, searches=preview.SEARCHES)
     due = [x for x in problems if "a page of the Manual is due" in x]
-    assert len(due) == len(preview.SEARCHES) and all(x.startswith("recipe.html") for x in due)
+    assert len(due) == len(preview.SEARCHES) and all(x.startswith("quantizer.html") for x in due)

@@ -54,7 +54,7 @@ def shared_rule(**numbers) -> Rule:
     "The one rule of these numbers, so that what is remembered for a rule is found again."
     return Rule(**numbers)
 
-
+# %% ../../nbs/16_attention.ipynb #cc4b375e
 class Call(NamedTuple):
     """Queries on a store, by a rule. Where keys have a pair scale, queries and keys are those
     that `into_frame` gives: what serves a call need not know of it. By a latent rule d_key is
@@ -101,7 +101,7 @@ class Answer(NamedTuple):
     out: Tensor  # [B, Hq, n, d_value] in the dtype of the queries
     lse: Tensor | None  # [B, Hq, n] fp32, log-sum-exp of the scores
 
-
+# %% ../../nbs/16_attention.ipynb #eceda3b6
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None, need_lse: bool = True) -> Answer:
     "A learnt logit [Hq] joins each head's softmax: weights shrink by sigmoid(lse - logit)."
     if sinks is None:
@@ -242,7 +242,7 @@ class Blocks:
         "x [.., rows, n] fp32 times y [.., n, m], what `vectors` gave or its transpose: fp32."
         return x @ y
 
-
+# %% ../../nbs/16_attention.ipynb #a11efbed
 @dataclass(frozen=True, eq=False)
 class _Visibility:
     "Which positions the queries of a call see, and which of these they read exactly."
@@ -307,7 +307,7 @@ class _Visibility:
         since = (at - self.recent + 1).clamp(min=since)
         return self._rows(store.ranges.is_exact(positions, sinks, since))
 
-
+# %% ../../nbs/16_attention.ipynb #1f685d69
 def _coded_blocks(visibility: _Visibility, blocks: Blocks, size: int, end: int):
     """Coded tokens below `end`, so many at a time: (positions [B|1, T], what `blocks` read of
     each side, angles [B, 1, T, r] of these positions where a mean rotates, else None)."""

@@ -275,7 +275,7 @@ class AppendOperands(NamedTuple):
 
     k: Tensor  # [B, H, n, d_key]
     v: Tensor  # [B, H, n, d_value]
-    key: list  # tensors of the part of keys: planes, scale, sinks, recent, those of its frame
+    key: list  # tensors of the part of keys: cells, sinks, recent, those of its frame
     value: list
     start: Tensor  # [B]
     position: Tensor  # [1] int32
@@ -315,7 +315,7 @@ def _sides(new: AppendOperands) -> list:
     out = []
     for x, tensors, text in zip((new.k, new.v), (new.key, new.value), new.texts):
         part = _coder(text, x.device)
-        names = *part.memory.names, "sinks", "recent", *part.frame_names
+        names = "cells", "sinks", "recent", *part.frame_names
         out.append(_NewStates(x, part.having(dict(zip(names, tensors))), text))
     return out
 
@@ -352,8 +352,9 @@ def _append_by_position(new: AppendOperands, code=_code_at):
 
     def change():
         for s in sides:
-            scales = s.t["scale"].flatten(2)
-            scales[:, :, last] = torch.where(fits, scales[:, :, last], math.nan)
+            scales, tile = s.part.memory.tensors["scale"], s.part.memory.tile
+            place = slice(None), slice(None), last // tile, last % tile
+            scales[place] = torch.where(fits, scales[place], math.nan)
             s.part.exact.put_at(s.x, start, first, fits)
         position.copy_(end)
 

@@ -117,15 +117,7 @@ class DecayStore(KVStore):
         length = self.length - abs(checks.whole(tokens, "tokens"))
         if not self.freed <= length < self.offset:
             return super().crop(tokens, tail)
-        first, end = length // self.tile * self.tile, self.end
-        new = deepcopy(self, {id(x): x for x in (self.recipe, self.frame, self.cos_sin)})
-        states = self.older.read(first, length, framed=True)
-        new.older.length = new.offset = new.length = new._recent_from = first
-        new.ranges.end = None
-        append_by_host(new, *states, ("k", "v"))
-        new._recent_from = length  # what its ring holds was read from codes
-        new.ranges.end = None if end is None else end.clamp(max=length)
-        commit(lambda: vars(self).update(vars(new)))
+        _cut_older(self, length)
 
     def code_again(self, *states) -> None:
         "Code all tokens again, young ones all of them."
@@ -135,3 +127,16 @@ class DecayStore(KVStore):
 def store_class(recipe: Recipe) -> type:
     "The kind of store that a recipe asks for."
     return KVStore if recipe.decay is None else DecayStore
+
+# %% ../../nbs/15_store.ipynb #f8c7f555
+def _cut_older(store: DecayStore, length: int) -> None:
+    "End a store among its older tokens."
+    first, end = length // store.tile * store.tile, store.end
+    new = deepcopy(store, {id(x): x for x in (store.recipe, store.frame, store.cos_sin)})
+    states = store.older.read(first, length, framed=True)
+    new.older.length = new.offset = new.length = new._recent_from = first
+    new.ranges.end = None
+    append_by_host(new, *states, ("k", "v"))
+    new._recent_from = length  # what its ring holds was read from codes
+    new.ranges.end = None if end is None else end.clamp(max=length)
+    commit(lambda: vars(store).update(vars(new)))

@@ -30,8 +30,9 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
     tiles = math.ceil((store.length - store.offset) / store.tile)
     tensors = {}
     for name, part in zip(("key", "value"), store.parts):
-        for n, t in part.tensors.items():
-            tensors[f"{name}.{n}"] = t[:, :, :tiles] if n in part.memory.tensors else t
+        rest = {n: t for n, t in part.tensors.items() if n != "cells"}
+        held = {n: t[:, :, :tiles] for n, t in part.memory.tensors.items()}
+        tensors |= {f"{name}.{n}": t for n, t in (held | rest).items()}
     tensors["start"] = store.start
     tensors |= store.key.q.rotation.stored
     if store.cos_sin is not None:
@@ -51,14 +52,13 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
 
 def _restore(part, name, tensors):
     "Put saved tensors into a new part."
-    held, tiled = {}, part.memory.tensors
-    for n, t in part.tensors.items():
-        new = tensors[f"{name}.{n}"]
-        if n in tiled:
-            t = t.new_zeros(*t.shape[:2], max(new.shape[2], t.shape[2]), *t.shape[3:])
-        t[:, :, : new.shape[2]] = new.to(t.device)
-        held[n] = t
-    part.hold(held)
+    rows, tiles = part.memory.cells.shape[:2], tensors[f"{name}.scale"].shape[2]
+    cells = part.memory.allocate(rows, part.q.device, max(tiles, part.memory.tiles))
+    cells.zero_()
+    for n, t in (part.memory.tensors | part.tensors).items():
+        if n != "cells":
+            new = tensors[f"{name}.{n}"]
+            t[:, :, : new.shape[2]] = new.to(t.device)
 
 # %% ../../nbs/15_store.ipynb #0d5c4dd0
 _FARTHEST = 2**24  # positions that a file may count to
@@ -86,10 +86,10 @@ def _kinds(n: dict, r: Recipe, dtype: torch.dtype) -> dict:  # {name: (dtype, sh
     out = {name: (torch.long, rows[:1], None) for name in ("start", "end")}
     sides = zip(("key", "value"), (r.key, r.value), n["d"], ("channel", "token"))
     for side, spec, d, along in sides:
-        memory = Memory(code := find_code(spec, d), along, n["tile"])
+        code, numbers = find_code(spec, d), getattr(torch, spec.scale_dtype)
         least = least_numbers(spec, code)
-        for name, (kind, shape) in memory.kinds(getattr(torch, spec.scale_dtype)).items():
-            out[f"{side}.{name}"] = kind, (*rows, n["tiles"], *shape), least.get(name)
+        for name, of in Memory(code, along, n["tile"], numbers).fields.items():
+            out[f"{side}.{name}"] = of.dtype, (*rows, n["tiles"], *of.shape), least.get(name)
         for name, count in {"sinks": r.sinks, "recent": r.recent}.items():
             out[f"{side}.{name}"] = dtype, (*rows, count, d), None
         if spec.centre.holds_mean:
@@ -102,7 +102,7 @@ def _kinds(n: dict, r: Recipe, dtype: torch.dtype) -> dict:  # {name: (dtype, sh
         out["map"] = torch.bfloat16, (n["heads"], n["d"][0], n["d"][0]), None
     return out
 
-
+# %% ../../nbs/15_store.ipynb #04471592
 def _frame_in(tensors: dict, r: Recipe) -> LayerFrame:
     "The frame of the keys that a file holds, of one head after the other."
     mean, pair = (tensors.get(f"key.{name}") for name in ("mean", "pair"))

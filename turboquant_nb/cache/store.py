@@ -34,8 +34,8 @@ def replace_tiles(store, drop: int, tiles: int, then=lambda: None) -> None:
 
     def change():
         store.offset = offset
-        for part, tensors in zip(store.parts, new):
-            part.memory.tensors = tensors
+        for part, cells in zip(store.parts, new):
+            part.memory.hold(cells)
         store.changed()
         then()
 
@@ -199,161 +199,6 @@ class KVStore:
         "A copy has the same tensors, a deep copy others; neither remembers anything."
         return self.__dict__ | dict(epoch=self.epoch + 1, _memo={})
 
-    # --- what it has
-
-    @property
-    def runs(self) -> tuple:
-        "The stores that hold its tokens, oldest first, itself last; their rows move together."
-        return (self,)
-
-    @property
-    def freed(self) -> int:
-        "Tokens freed at the front."
-        return self.offset
-
-    @property
-    def start(self) -> Tensor:
-        "[B] first real position of each sequence."
-        return self.ranges.start
-
-    @property
-    def end(self) -> Tensor | None:
-        "[B] where each sequence ends, or None."
-        return self.ranges.end
-
-    @property
-    def rope_table(self) -> Tensor | None:
-        """[positions, r] fp16: cosines, then sines, for the positions held and perhaps more;
-        None without a pre-RoPE mean."""
-        if self.cos_sin is None:
-            return None
-        self.clock.reach(self.cos_sin, self.length)
-        return self.clock.table(self.cos_sin)
-
-    @property
-    def capacity(self) -> int:
-        "Tokens that fit without allocating."
-        return self.key.memory.tiles * self.tile
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
-        see `tables`."""
-        numbers = (self.start, self.end, self.clock.position, self.flags)
-        rows = [t for run in self.runs for p in run.parts for t in p.row_tensors.values()]
-        return sum(t.nbytes for t in (*rows, *self.key.frame, *numbers) if t is not None)
-
-    def bits_per_value(self) -> float:
-        "8 * nbytes over the number of key and value entries stored; nan when empty."
-        held = self.batch * self.heads * (self.length - self.freed)
-        values = held * sum(part.q.d for part in self.parts)
-        return 8 * self.nbytes / values if values else math.nan
-
-    # --- what calls remember of it
-
-    def changed(self) -> None:
-        """Tensors, quantizers or ranges are others now: the epoch grows, and what calls
-        remember ends with it."""
-        self.epoch, self._memo = self.epoch + 1, {}
-
-    @property
-    def memo(self) -> dict:
-        """What calls remember of this store, each under a name of its own: addresses, plans,
-        choices. Empty again in each epoch."""
-        if self.cos_sin is not None:
-            rows = self.clock.table(self.cos_sin).shape[0]
-            if self._memo_rows != rows:  # another layer needed a longer table, which is new
-                self._memo_rows = rows
-                self.changed()
-        return self._memo
-
-    @property
-    def plans(self) -> dict:
-        """Of `memo` what holds tables that kernels read beside this store's tensors: who
-        captures a step keeps it."""
-        memo = self.memo
-        return memo["plans"] if "plans" in memo else memo.setdefault("plans", {})
-
-    # --- appending
-
-    def age(self) -> None:
-        "Before tokens come: let those held grow older. Here they stay as they are."
-
-    def append(
-        self,
-        k: Tensor,  # [B, H, n, d_key] in the store's dtype
-        v: Tensor,  # [B, H, n, d_value]
-        names: tuple = ("k", "v"),  # how errors call them
-    ) -> None:
-        """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype,
-        device, NaN, Inf or a full store, which then is as before. Where a static store is
-        captured, values are not looked at, see `sync`, and whoever replays adds n to
-        `length`."""
-        self.age()
-        self.clock.append(self, self.key.into_frame(k), v, names, append_by_host)
-
-    # --- reading
-
-    def read(
-        self,
-        first: int | None = None,
-        last: int | None = None,
-        framed: bool = False,  # keys as `Part.into_frame` gave them
-    ) -> tuple:
-        """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and recent
-        tokens exact (with a pair scale, but for rounding); all that is held if no positions are
-        given. Without `last`, waits for the device where that counts, see `sync`."""
-        last = self.clock.learn(self) if last is None else last
-        first = self.offset if first is None else first
-        out = []
-        for name in ("key", "value"):
-            q, coded = getattr(self, name).q, self.coded(name, first, last)
-            x = decode(q, coded, self.center(name, first, last), self.dtype)
-            states, positions = self.exact(name)
-            b, slot = ((positions >= first) & (positions < last)).nonzero(as_tuple=True)
-            x[b, :, positions[b, slot] - first] = states[b, :, slot]
-            out.append(x)
-        return (out[0] if framed else self.key.out_of_frame(out[0])), out[1]
-
-    def coded(self, side: str, first: int, last: int) -> Coded:
-        """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
-        ('key' or 'value')."""
-        length = self.clock.bound(self)
-        if not self.offset <= first <= last <= length:
-            raise ValueError(
-                f"positions must lie in [{self.offset}, {length}], got [{first}, {last})"
-            )
-        checks.one_of(side, "side", ("key", "value"))
-        return getattr(self, side).memory.read(first - self.offset, last - self.offset)
-
-    def center(self, side: str, first: int, last: int) -> Tensor | None:
-        """What coding subtracted from positions [first, last) of `side`: a mean [B, H, 1, d], a
-        pre-RoPE mean at each position [B, H, last-first, d], or None."""
-        held = getattr(self, side)
-        return held.center(angles(self, first, last) if held.q.centre.rotates else None)
-
-    def exact(self, side: str) -> tuple:
-        """Exact states with their positions: ([B, H, S+W, d], positions [B, S+W]); position -1
-        marks an empty slot."""
-        exact, sinks, length = (
-            getattr(self, side).exact,
-            self.recipe.sinks,
-            self.clock.now(self),
-        )
-        first = self.start[:, None] + torch.arange(sinks, device=self.device)
-        recent = exact.slots(length).expand(self.batch, -1)
-        stale = (recent < self.clock.exact_from(self)) | self.ranges.is_sink(recent, sinks)
-        positions = [first.where(first < length, -1), recent.where(~stale, -1)]
-        return exact.states(length), torch.cat(positions, 1)
-
-    # --- appends that nobody waits for
-
-    def sync(self) -> int:  # tokens held
-        """Wait for the device; where it counts, `length` is its `position` then. Raises
-        ValueError, once, if states were taken without waiting that were not finite, too large
-        or too many."""
-        return self.clock.sync(self)
-
 # %% ../../nbs/15_store.ipynb #530b4fc7
 def _check_store_args(batch, heads, max_length, dtype, static, tokens):
     for name, x, least in (("batch", batch, 1), ("heads", heads, 1), ("tokens", tokens, 0)):
@@ -386,6 +231,146 @@ def _pin(store) -> None:
     frame = (x for x in store.key.frame if x is not None)
     for t in (*tables_of(store), *row_tensors(store), *frame, *numbers):
         torch._dynamo.mark_static_address(t)
+
+# %% ../../nbs/15_store.ipynb #661e7900
+@patch(as_prop=True)
+def runs(self: KVStore) -> tuple:
+    "The stores that hold its tokens, oldest first, itself last; their rows move together."
+    return (self,)
+
+
+@patch(as_prop=True)
+def freed(self: KVStore) -> int:
+    "Tokens freed at the front."
+    return self.offset
+
+
+@patch(as_prop=True)
+def start(self: KVStore) -> Tensor:
+    "[B] first real position of each sequence."
+    return self.ranges.start
+
+
+@patch(as_prop=True)
+def end(self: KVStore) -> Tensor | None:
+    "[B] where each sequence ends, or None."
+    return self.ranges.end
+
+
+@patch(as_prop=True)
+def rope_table(self: KVStore) -> Tensor | None:
+    """[positions, r] fp16: cosines, then sines, for the positions held and perhaps more;
+    None without a pre-RoPE mean."""
+    if self.cos_sin is None:
+        return None
+    self.clock.reach(self.cos_sin, self.length)
+    return self.clock.table(self.cos_sin)
+
+
+@patch(as_prop=True)
+def capacity(self: KVStore) -> int:
+    "Tokens that fit without allocating."
+    return self.key.memory.tiles * self.tile
+
+
+@patch(as_prop=True)
+def nbytes(self: KVStore) -> int:
+    """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
+    see `tables`."""
+    numbers = (self.start, self.end, self.clock.position, self.flags)
+    rows = [t for run in self.runs for p in run.parts for t in p.row_tensors.values()]
+    return sum(t.nbytes for t in (*rows, *self.key.frame, *numbers) if t is not None)
+
+
+@patch
+def bits_per_value(self: KVStore) -> float:
+    "8 * nbytes over the number of key and value entries stored; nan when empty."
+    held = self.batch * self.heads * (self.length - self.freed)
+    values = held * sum(part.q.d for part in self.parts)
+    return 8 * self.nbytes / values if values else math.nan
+
+# %% ../../nbs/15_store.ipynb #e8303e24
+@patch
+def changed(self: KVStore) -> None:
+    """Tensors, quantizers or ranges are others now: the epoch grows, and what calls
+    remember ends with it."""
+    self.epoch, self._memo = self.epoch + 1, {}
+
+
+@patch
+def age(self: KVStore) -> None:
+    "Before tokens come: let those held grow older. Here they stay as they are."
+
+
+@patch
+def append(
+    self: KVStore,
+    k: Tensor,  # [B, H, n, d_key] in the store's dtype
+    v: Tensor,  # [B, H, n, d_value]
+    names: tuple = ("k", "v"),  # how errors call them
+) -> None:
+    """Code n tokens and add them. Raises ValueError/TypeError on a wrong shape, dtype,
+    device, NaN, Inf or a full store, which then is as before. Where a static store is
+    captured, values are not looked at, see `sync`, and whoever replays adds n to
+    `length`."""
+    self.age()
+    self.clock.append(self, self.key.into_frame(k), v, names, append_by_host)
+
+# %% ../../nbs/15_store.ipynb #f6c1361c
+@patch
+def coded(self: KVStore, side: str, first: int, last: int) -> Coded:
+    """Codes [B, H, last-first, d], scales and residual of positions [first, last) of `side`
+    ('key' or 'value')."""
+    length = self.clock.bound(self)
+    if not self.offset <= first <= last <= length:
+        raise ValueError(
+            f"positions must lie in [{self.offset}, {length}], got [{first}, {last})"
+        )
+    checks.one_of(side, "side", ("key", "value"))
+    return getattr(self, side).memory.read(first - self.offset, last - self.offset)
+
+
+@patch
+def center(self: KVStore, side: str, first: int, last: int) -> Tensor | None:
+    """What coding subtracted from positions [first, last) of `side`: a mean [B, H, 1, d], a
+    pre-RoPE mean at each position [B, H, last-first, d], or None."""
+    held = getattr(self, side)
+    return held.center(angles(self, first, last) if held.q.centre.rotates else None)
+
+
+@patch
+def exact(self: KVStore, side: str) -> tuple:
+    """Exact states with their positions: ([B, H, S+W, d], positions [B, S+W]); position -1
+    marks an empty slot."""
+    exact, sinks, length = (getattr(self, side).exact, self.recipe.sinks, self.clock.now(self))
+    first = self.start[:, None] + torch.arange(sinks, device=self.device)
+    recent = exact.slots(length).expand(self.batch, -1)
+    stale = (recent < self.clock.exact_from(self)) | self.ranges.is_sink(recent, sinks)
+    positions = [first.where(first < length, -1), recent.where(~stale, -1)]
+    return exact.states(length), torch.cat(positions, 1)
+
+
+@patch
+def read(
+    self: KVStore,
+    first: int | None = None,
+    last: int | None = None,
+    framed: bool = False,  # keys as `Part.into_frame` gave them
+) -> tuple:
+    """Decoded keys and values [B, H, last-first, d] in the model's dtype, sinks and recent
+    tokens exact (with a pair scale, but for rounding); all that is held if no positions are
+    given. Without `last`, waits for the device where that counts, see `sync`."""
+    last = self.clock.learn(self) if last is None else last
+    first = self.offset if first is None else first
+    out = []
+    for name in ("key", "value"):
+        q, coded = getattr(self, name).q, self.coded(name, first, last)
+        x = decode(q, coded, self.center(name, first, last), self.dtype)
+        states, positions = self.exact(name)
+        b, slot = ((positions >= first) & (positions < last)).nonzero(as_tuple=True)
+        x[b, :, positions[b, slot] - first] = states[b, :, slot]
+        out.append(x)
+    return (out[0] if framed else self.key.out_of_frame(out[0])), out[1]
 
 # %% ../../nbs/15_store.ipynb #34077796
 def _rewind(store, *, length, start, end, recent_from):
@@ -659,13 +644,10 @@ def to(self: KVStore, device) -> None:
     _map(self, lambda x: x.to(device), device, flags=flags, cos_sin=table)
 
 # %% ../../nbs/15_store.ipynb #00146328
-_KINDS = {"sinks": "exact", "recent": "exact"}  # what tensors are counted as
-
-
 def bytes_by_kind(store: KVStore) -> dict:
-    """Bytes that each kind of tensor holds: planes, scale, what a code keeps besides, exact
-    (sinks and recent), mean, pair (where keys have a pair scale), range (also the counter and
-    flags, where there are any)."""
+    """Bytes that each kind of tensor holds: planes (with what fills cells), scale, what a code
+    keeps besides, exact (sinks and recent), mean, pair (where keys have a pair scale), range
+    (also the counter and flags, where there are any)."""
     extras = [name for part in store.parts for name in part.memory.extras]
     frame = {name: getattr(store.key.frame, name) for name in store.key.frame_names}
     out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean"), 0)
@@ -673,9 +655,12 @@ def bytes_by_kind(store: KVStore) -> dict:
     numbers = (store.start, store.end, store.clock.position, store.flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
     for part in (p for run in store.runs for p in run.parts):
-        for name, t in part.row_tensors.items():
-            kind = "planes" if name.startswith("plane") else _KINDS.get(name, name)
-            out[kind] += t.nbytes
+        out["exact"] += sum(t.nbytes for t in part.exact.tensors.values())
+        fields = part.memory.tensors.items()
+        besides = {n: t.nbytes for n, t in fields if not n.startswith("plane")}
+        out["planes"] += part.memory.cells.nbytes - sum(besides.values())
+        for name, size in besides.items():
+            out[name] += size
     return out
 
 
@@ -693,20 +678,18 @@ def tables_of(store: KVStore) -> list:
     return out
 
 # %% ../../nbs/15_store.ipynb #b9efdb40
-def _coded_bytes(spec: Spec, d: int, tile: int, tiles: int) -> int:
-    "Bytes of one head's codes, scales and residual."
-    scale, code = {"float32": 4}.get(spec.scale_dtype, 2), find_code(spec, d)
-    bits, total = code.channel_bits, tiles * tile * scale
+def _coded_bytes(spec: Spec, d: int, tile: int) -> int:
+    "Bytes of a cell: each plane, scales and what the code keeps besides, in whole 16 bytes."
+    code = find_code(spec, d)
+    bits, rows = code.channel_bits, tile // 4
+    numbers = tile * {"float32": 4}.get(spec.scale_dtype, 2)
+    parts = [numbers]
     for extra in code.extras:  # a plane of bits, or one more number
-        rows = (tile // 4) * ((extra.bits + 1) // 2)
-        total += tiles * (rows if extra.bits else tile * scale)
-    for b in set(bits):
+        parts.append(rows * ((extra.bits + 1) // 2) if extra.bits else numbers)
+    for b in set(bits):  # a bit plane, or a 2-bit base plane and bit planes
         n, half = bits.count(b), (bits.count(b) + 1) // 2
-        row = (
-            half if b == 1 else n + half * (b - 2)
-        )  # a bit plane, or a 2-bit base plane and bit planes
-        total += (tile // 4) * tiles * row
-    return total
+        parts += [rows * half] if b == 1 else [rows * n, *[rows * half] * (b - 2)]
+    return sum(-(-n // 16) * 16 for n in parts)
 
 
 def expected_nbytes(store: KVStore) -> int:
@@ -719,6 +702,34 @@ def expected_nbytes(store: KVStore) -> int:
         r, tiles = run.recipe, run.capacity // run.tile
         for part, spec in zip(run.parts, (r.key, r.value)):
             d, exact = part.q.d, (r.sinks + r.recent) * itemsize
-            total += rows * _coded_bytes(spec, d=d, tile=run.tile, tiles=tiles)
+            total += rows * tiles * _coded_bytes(spec, d=d, tile=run.tile)
             total += rows * d * exact
     return total
+
+# %% ../../nbs/15_store.ipynb #779bce93
+@patch
+def sync(self: KVStore) -> int:  # tokens held
+    """Wait for the device; where it counts, `length` is its `position` then. Raises
+    ValueError, once, if states were taken without waiting that were not finite, too large
+    or too many."""
+    return self.clock.sync(self)
+
+# %% ../../nbs/15_store.ipynb #8e90d76e
+@patch(as_prop=True)
+def memo(self: KVStore) -> dict:
+    """What calls remember of this store, each under a name of its own: addresses, plans,
+    choices. Empty again in each epoch."""
+    if self.cos_sin is not None:
+        rows = self.clock.table(self.cos_sin).shape[0]
+        if self._memo_rows != rows:  # another layer needed a longer table, which is new
+            self._memo_rows = rows
+            self.changed()
+    return self._memo
+
+
+@patch(as_prop=True)
+def plans(self: KVStore) -> dict:
+    """Of `memo` what holds tables that kernels read beside this store's tensors: who
+    captures a step keeps it."""
+    memo = self.memo
+    return memo["plans"] if "plans" in memo else memo.setdefault("plans", {})

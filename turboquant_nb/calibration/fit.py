@@ -111,7 +111,11 @@ def _check_shown(decoder, info: ModelInfo, id: Tensor) -> None:
 
 # %% ../../nbs/24_sensitivity.ipynb #a42e55c6
 @contextmanager
-def observed(model, ids: Tensor, observer):  # gives the ids where the model reads them
+def observed(
+    model,  # a decoder of transformers, or one around it
+    ids: Tensor,  # [windows, tokens]; the context gives them where the model reads them
+    observer,  # its `observe` takes an `AttentionCall` and gives (key, value)
+):
     """While this lasts, attention hands each of its calls to `observer.observe` and goes on
     with the key and value that come back. Raises ValueError for a model that does not show what
     it caches."""

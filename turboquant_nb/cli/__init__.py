@@ -14,7 +14,10 @@ from . import app  # the module: a name of its own would hide it
 from .app import version  # for others to ask
 
 # %% ../../nbs/reference/cli_app.ipynb #99817950
-def register(package: str, folders: list) -> None:
+def register(
+    package: str,  # its full name, with which relative imports work
+    folders: list,  # its `__path__`
+) -> None:
     "Import every module of a package: commands register themselves."
     for found in iter_modules(folders):
         import_module(f"{package}.{found.name}")

@@ -37,7 +37,11 @@ class lazy:
     """A module that is imported when one of its names is first asked for. ImportError says what
     `missing()` gives, if that is given."""
 
-    def __init__(self, name: str, missing=None):
+    def __init__(
+        self,
+        name: str,  # full name of the module
+        missing=None,  # () -> text, how to get what it needs; None: Python's own message
+    ):
         self.__name__ = name
         self._missing = missing
 
@@ -164,7 +168,9 @@ def _exemplified(cls, examples: str):
     return type(cls.__name__, (cls,), {"examples": examples})
 
 # %% ../../nbs/reference/cli_app.ipynb #cc9b0172
-def whole(text) -> int:
+def whole(
+    text,  # as typed, or the default of an option
+) -> int:
     "An int from a word; the message of a wrong one says what came."
     try:
         return int(text)
@@ -172,7 +178,9 @@ def whole(text) -> int:
         raise typer.BadParameter(f"expected a whole number, got {text!r}") from None
 
 
-def number(text) -> float:
+def number(
+    text,  # as typed, or the default of an option
+) -> float:
     "A float from a word; the message of a wrong one says what came."
     try:
         return float(text)
@@ -180,7 +188,9 @@ def number(text) -> float:
         raise typer.BadParameter(f"expected a number, got {text!r}") from None
 
 # %% ../../nbs/reference/cli_app.ipynb #897406ac
-def size(text) -> int:
+def size(
+    text,  # K, M, G or T by 1000, Ki, Mi, Gi or Ti by 1024; B alone: bytes
+) -> int:
     "Bytes from a number and a unit, such as 24GB or 80GiB."
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)", str(text).strip(), re.I)
     if not found:
@@ -284,9 +294,10 @@ def option(
     return field(**given, metadata={"asked": _Asked(text, names, least, by_place, how)})
 
 
-def options(title: str):
-    """Make a class a frozen dataclass whose fields are options, shown by --help in the panel
-    `title`."""
+def options(
+    title: str,  # of the panel
+):
+    "Make a class a frozen dataclass whose fields are options, shown by --help in one panel."
 
     def mark(cls):
         own = getattr(cls, "__post_init__", lambda self: None)
@@ -311,7 +322,9 @@ def _check_ranges(panel) -> None:
             raise Usage(f"{option_name(x)} must be at least {least}, got {n}")
 
 
-def option_name(x) -> str:
+def option_name(
+    x,  # of `dataclasses.fields`, made by `option`
+) -> str:
     "How the option of a field is typed."
     return next(iter(x.metadata["asked"].names), f"--{x.name.replace('_', '-')}")
 
@@ -436,7 +449,12 @@ def _all(
     "Only options of the app itself; its help stands above."
 
 
-def group(name: str, panel: str, text: str, examples: str) -> typer.Typer:
+def group(
+    name: str,  # as typed behind `turboquant`
+    panel: str,  # of the help in which it is listed
+    text: str,  # what its help begins with
+    examples: str,  # lines that its help ends with
+) -> typer.Typer:  # to which `command` adds
     "A command of commands, such as `turboquant eval`."
     sub = typer.Typer(pretty_exceptions_enable=False)
     how = dict(help=text, rich_help_panel=panel, context_settings=_SETTINGS)
@@ -518,7 +536,12 @@ def show_table(
 class Stage:
     "Progress on standard error: a bar on a terminal, else one line; nothing if not `on`."
 
-    def __init__(self, label: str, total: int, on: bool):
+    def __init__(
+        self,
+        label: str,  # what is done, such as "reading 8 windows"
+        total: int,  # units until it is done
+        on: bool,  # False: say nothing
+    ):
         self.bar = None
         self.total = total
         self.left = total
@@ -527,7 +550,10 @@ class Stage:
         elif on:
             _tell(label)
 
-    def tick(self, *_):
+    def tick(
+        self,
+        *_,  # not looked at: what a streamer or a hook is given
+    ):
         "One unit done; the bar vanishes with the last."
         self.left -= 1
         if self.bar is not None:
@@ -539,7 +565,11 @@ class Stage:
 
     end = __enter__ = lambda self: self
 
-    def at(self, done: int, _total: int):
+    def at(
+        self,
+        done: int,  # units, of all that there are
+        _total: int,  # not looked at: the stage has its own
+    ):
         "So many units done: for functions that report a number."
         while self.left > self.total - done:
             self.tick()
@@ -594,12 +624,19 @@ class Output:
         "A line on standard error that no option silences."
         _tell(text)
 
-    def stopped(self, text: str) -> None:
+    def stopped(
+        self,
+        text: str,  # what was kept
+    ) -> None:
         "Say what Ctrl-C left, and end as it does."
         self.warn(f"stopped; {text}")
         raise KeyboardInterrupt
 
-    def stage(self, label: str, total: int) -> Stage:
+    def stage(
+        self,
+        label: str,  # what is done
+        total: int,  # units until it is done
+    ) -> Stage:
         "Progress on standard error, unless it is to be quiet."
         return Stage(label, total, not self.quiet)
 
@@ -636,7 +673,10 @@ def target_file(
     return path
 
 
-def target_folder(name: str, option: str) -> Path:
+def target_folder(
+    name: str,  # as typed
+    option: str,  # such as "--pdb", for the message
+) -> Path:
     """The folder that will be written, new or empty, symlinks followed. Raises Usage for
     anything else."""
     path = _resolved(name, option)
@@ -702,7 +742,10 @@ def writing(
 
 # %% ../../nbs/reference/cli_app.ipynb #e5bc8b91
 @contextmanager
-def ends_gently(output: Output, text: str):  # gives () -> whether Ctrl-C came
+def ends_gently(
+    output: Output,
+    text: str,  # what a first Ctrl-C makes it say
+):  # gives () -> whether Ctrl-C came
     """A first Ctrl-C is noted, for work that is to end after the part under way; a second one
     ends it at once."""
     pressed = threading.Event()
@@ -826,7 +869,9 @@ _EMBEDDED = dict(
 )
 
 
-def read_config(model: str):
+def read_config(
+    model: str,  # as --model takes it
+):
     """The configuration of transformers of a folder, a .gguf file, a hub id or "embedded",
     without its weights. Raises OSError, KeyError or ValueError where none can be read."""
     if model == "embedded":
@@ -849,13 +894,17 @@ def _or_none(read: Callable, model: str):
         return None
 
 
-def config_of(model: str):
+def config_of(
+    model: str,  # as --model takes it
+):
     """`read_config`, or None: for what cannot be read, and for a GGUF file, whose vocabulary
     takes so long that loading it may as well say what does not fit."""
     return None if model.endswith(".gguf") else _or_none(read_config, model)
 
 
-def tokenizer_of(model: str):
+def tokenizer_of(
+    model: str,  # as --model takes it
+):
     """The tokenizer of a folder, a .gguf file, a hub id or "embedded", without the weights;
     None where it cannot be read (the embedded model before it was loaded once)."""
     return _or_none(_read_tokenizer, model)
@@ -870,13 +919,19 @@ def _read_tokenizer(model: str):
         return transformers.AutoTokenizer.from_pretrained(where, **how)
 
 
-def check_model(model: str, option: str = "--model") -> None:
+def check_model(
+    model: str,  # as --model takes it; empty or "embedded": nothing is looked for
+    option: str = "--model",  # for the message
+) -> None:
     "Raise Usage for a model that is not there; RuntimeError if the hub cannot be asked."
     if model not in ("", "embedded"):
         check_name(model, option, "config.json", (".gguf", ".safetensors", ".bin", ".pt"))
 
 
-def check_fits(model: str, asked: list) -> None:
+def check_fits(
+    model: str,  # as --model takes it
+    asked: list,  # of Asked; empty: no configuration is read
+) -> None:
     """Raise Usage for a cache that does not fit the model, before its weights are loaded or
     downloaded."""
     check_model(model)
@@ -1028,12 +1083,18 @@ class Source(Weights):
         "How a cache of ours is read; see `TurboQuantCache`."
         return "auto" if self.attention == "turboquant" else "dense"
 
-    def switch(self, model) -> None:
+    def switch(
+        self,
+        model,  # of transformers; changed in place
+    ) -> None:
         "Let a model attend as was asked."
         own = self.attention == "turboquant"  # a name that importing `hf` makes known
         model.set_attn_implementation(hf.NAME if own else self.attention.value)
 
-    def beside(self, model) -> str:
+    def beside(
+        self,
+        model,  # as it was loaded, before `switch`
+    ) -> str:  # a name that `set_attn_implementation` takes
         "The attention of an uncompressed cache beside the compressed one."
         own = self.attention == "turboquant"
         return model.config._attn_implementation if own else self.attention.value
@@ -1061,7 +1122,10 @@ class Offloading:
         metavar="SIZE",
     )
 
-    def check(self, weights: Weights) -> None:
+    def check(
+        self,
+        weights: Weights,  # what --model and --device say
+    ) -> None:
         "Raise Usage, before a model is loaded, for what cannot be offloaded."
         if self.offload is None:
             if self.gpu_memory is not None:
@@ -1103,7 +1167,11 @@ def opened(
     return load(weights, output, offloading)
 
 
-def load(weights: Weights, output: Output, offloading: Offloading = Offloading()) -> Loaded:
+def load(
+    weights: Weights,
+    output: Output,
+    offloading: Offloading = Offloading(),  # default: the whole model stays on its device
+) -> Loaded:
     """The model that was asked for. Raises Usage for a name, dtype or device that does not
     exist."""
     check_model(weights.model)
@@ -1131,7 +1199,9 @@ def load(weights: Weights, output: Output, offloading: Offloading = Offloading()
     return loaded
 
 # %% ../../nbs/reference/cli_app.ipynb #9095082f
-def pick_device(name: str | None):
+def pick_device(
+    name: str | None,  # as --device takes it; None: cuda if there is one, else cpu
+):
     """A torch.device. Raises Usage for no such device, RuntimeError for CUDA where there is
     none."""
     try:
@@ -1143,7 +1213,9 @@ def pick_device(name: str | None):
     return device
 
 
-def usual_dtype(device) -> str:
+def usual_dtype(
+    device,  # a torch.device
+) -> str:  # a name in torch
     """Of weights on a device: bfloat16, but float32 on a CPU and float16 on an NVIDIA GPU that
     has no bfloat16 (a T4, the free GPU of Colab)."""
     if device.type == "cpu":
@@ -1153,12 +1225,18 @@ def usual_dtype(device) -> str:
     return "float16" if old else "bfloat16"
 
 
-def context_length(model_or_config) -> int:
+def context_length(
+    model_or_config,  # of transformers
+) -> int:  # tokens; 2**62 where the configuration says nothing
     "Most tokens that the model can read."
     return longest_context(getattr(model_or_config, "config", model_or_config)) or 1 << 62
 
 
-def about_run(command: str, source: Source, model) -> dict:
+def about_run(
+    command: str,  # its name, such as "demo"
+    source: Source,
+    model,  # that was loaded
+) -> dict:  # of what JSON holds
     "What a record of a run needs."
     return dict(
         command=command,
@@ -1171,7 +1249,9 @@ def about_run(command: str, source: Source, model) -> dict:
     )
 
 # %% ../../nbs/reference/cli_app.ipynb #71b82c56
-def read_bits(text) -> int | float:
+def read_bits(
+    text,  # as typed
+) -> int | float:
     "What --bits takes: an int where it is one, else a float. The recipe checks its range."
     try:
         value = float(text)
@@ -1194,7 +1274,10 @@ class Changes:
     sinks: int | None = option(None, "First tokens kept exact, instead of the recipe's.")
     recent: int | None = option(None, "Most recent tokens kept exact, instead of the recipe's.")
 
-    def of(self, recipe):
+    def of(
+        self,
+        recipe,  # a `Recipe` or a preset's name
+    ):
         "The recipe, or the preset of that name, with the fields that were given."
         exact = {"sinks": self.sinks, "recent": self.recent}
         given = {name: x for name, x in exact.items() if x is not None}
@@ -1214,7 +1297,9 @@ def _is_json(text: str) -> bool:
     return text.lstrip().startswith(("{", "["))
 
 
-def check_recipe_name(text: str) -> None:
+def check_recipe_name(
+    text: str,  # as --recipe takes it
+) -> None:
     """Raise Usage, before torch is imported, for a recipe that is no preset, no JSON and no
     file."""
     if text in PRESETS or _is_json(text):
@@ -1282,7 +1367,9 @@ def _misnamed(text: str, error: str) -> str:
     return ""
 
 
-def recipe_data(recipe):
+def recipe_data(
+    recipe,  # a `Recipe`, a list of them, or None
+):
     "A recipe, or a list of them, for JSON; None stays None."
     if isinstance(recipe, list):
         return [recipe_data(r) for r in recipe]
@@ -1327,7 +1414,9 @@ class Calibrated:
                 calibrations.apply_bit_budget(recipes, found, budget)
 
 
-def check_calibration_name(file: str) -> None:
+def check_calibration_name(
+    file: str,  # as --calibration takes it
+) -> None:
     "Usage for a calibration that is neither here nor on the hub."
     check_name(file, "--calibration", "calibration.safetensors", (".safetensors", ".st"))
 
@@ -1340,7 +1429,10 @@ class Asked:
     recipe: Any  # a Recipe, a list of them, or the name of a cache that is not ours
     calibrated: Calibrated = Calibrated()
 
-    def fitted(self, model):
+    def fitted(
+        self,
+        model,  # of transformers, or its configuration: then without a model's frame
+    ):
         """The recipe, or one per layer, as this model, or one of this configuration, gets it.
         Raises Usage for one, or a calibration, that does not fit."""
         file = self.calibrated.calibration

@@ -81,7 +81,9 @@ def read_once(
         raise RuntimeError(f"{error}; use: turboquant generate --compare") from error
 
 
-def first_token(prompt) -> int:
+def first_token(
+    prompt,  # its first row is looked at
+) -> int:
     "The greedy next token of a Prefill."
     return int(prompt.logits[0, -1].argmax())
 
@@ -150,7 +152,9 @@ def score(
     return Scored(scores.token_losses(logits, ids[0, 1:]), logits.argmax(-1))
 
 # %% ../../nbs/reference/cli_demo.ipynb #7ec6551d
-def held(cache) -> dict:
+def held(
+    cache,  # a `TurboQuantCache`, or a `DynamicCache` that keeps all tokens
+) -> dict:
     "Bytes held, bits per value, ratios to fp16 and fp32: of our caches or an uncompressed one."
     if hasattr(cache, "report"):
         report = cache.report()
@@ -178,7 +182,9 @@ class Question:
     text: str  # the question
 
 
-def demo_question(tokenizer) -> Question:
+def demo_question(
+    tokenizer,  # of transformers
+) -> Question:
     "What the demonstration asks."
     book = models.sample_text().strip()
     text = models.DEMO_QUESTION
@@ -239,7 +245,10 @@ class Run:
     coding_seconds: float
     decode_seconds: float
 
-    def row(self, reference: "Run") -> dict:
+    def row(
+        self,
+        reference: "Run",  # the run without compression; itself for its own row
+    ) -> dict:
         "Beside the uncompressed cache, for JSON."
         tokens = self.answer.tokens
         theirs = reference.answer
@@ -276,7 +285,11 @@ class Comparison:
     ask: _Demo
     output: Output
 
-    def run(self, name: str, recipe) -> Run:  # None: uncompressed
+    def run(
+        self,
+        name: str,  # of the cache, in tables
+        recipe,  # as `filled` takes it; None: uncompressed
+    ) -> Run:
         "Answer the question and score the end of the book on one cache."
         model = self.model
         question = self.question
@@ -319,7 +332,10 @@ _LINES = {  # of the table: name -> text for a row
 }
 
 
-def what_was_seen(rows: list, scored: int) -> str:
+def what_was_seen(
+    rows: list,  # of `Run.row`, the uncompressed cache first
+    scored: int,  # tokens of the book that were scored
+) -> str:
     "What the rows show; the first is the uncompressed cache."
     unchanged = [r for r in rows[1:] if r["answer_same"]]
     if unchanged:

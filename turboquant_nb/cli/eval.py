@@ -134,7 +134,10 @@ class Windows:
         "Tokens of the prompt."
         return self.length // 2 if self.prompt is None else self.prompt
 
-    def read(self, tokenizer):  # [windows, length] tokens
+    def read(
+        self,
+        tokenizer,  # the model's own
+    ):  # [windows, length] tokens
         "The windows. Usage for a text that is too short."
         advice = "give --text FILE ..., fewer --windows or a shorter --length"
         try:

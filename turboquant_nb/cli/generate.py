@@ -54,7 +54,12 @@ class Length:
         least=1,
     )
 
-    def new_cache(self, model, asked: Asked, reads: str = "auto"):
+    def new_cache(
+        self,
+        model,  # of transformers
+        asked: Asked,
+        reads: str = "auto",  # how the cache is read: `attention` of `TurboQuantCache`
+    ):
         "A function that makes an empty cache. Raises Usage for one that does not fit."
         recipe = asked.fitted(model)
 
@@ -109,7 +114,9 @@ class Writing:
     sampling: Sampling = Sampling()
 
 # %% ../../nbs/reference/cli_generate.ipynb #169463dd
-def stop_tokens(model) -> set:
+def stop_tokens(
+    model,  # of transformers
+) -> set:  # of int; empty where its settings name none
     "Tokens that end an answer."
     eos = model.generation_config.eos_token_id
     if eos is None:
@@ -128,14 +135,20 @@ def common_prefix(
 class TokenRecorder:
     "A streamer that notes tokens, and when they came, on their way to another."
 
-    def __init__(self, streamer):
+    def __init__(
+        self,
+        streamer,  # that tokens go on to; None: to none
+    ):
         self.streamer = streamer
         self.tokens = []
         self.prompt = True
         self.began = None
         self.last = None
 
-    def put(self, value):
+    def put(
+        self,
+        value,  # int64 tensor: all tokens of the prompt, later one token
+    ):
         "The prompt first, then one token after another."
         if not self.prompt:
             self.last = time.monotonic()
@@ -380,7 +393,10 @@ class Conversation:
         self.messages = []
         self.cache = cache
 
-    def new_tokens(self, text: str) -> list:  # of int
+    def new_tokens(
+        self,
+        text: str,  # a message
+    ) -> list:  # of int
         "What the model reads next if this is said."
         if not self.chat:
             return self.tokenizer(text, add_special_tokens=not self.ids).input_ids
@@ -457,7 +473,10 @@ class Conversation:
             layer.crop(before - held)
 
 # %% ../../nbs/reference/cli_generate.ipynb #fea3b78a
-def save_conversation(talk: Conversation, path) -> None:
+def save_conversation(
+    talk: Conversation,
+    path,  # of the file to write
+) -> None:
     """To one file, from which `TurboQuantCache.load` reads the cache alone. Raises ValueError
     for an empty conversation."""
     if not talk.messages:
@@ -466,7 +485,10 @@ def save_conversation(talk: Conversation, path) -> None:
     talk.cache.save(path, {"conversation": about})
 
 
-def load_conversation(talk: Conversation, path) -> None:
+def load_conversation(
+    talk: Conversation,  # changed in place; its model must be the saved one
+    path,  # of a file of `save_conversation`
+) -> None:
     """Replace what was said by a saved conversation. Raises ValueError for a file that is none
     or another model's, and then changes nothing."""
     tensors, header = archive.read_states(path)
@@ -495,7 +517,11 @@ def load_conversation(talk: Conversation, path) -> None:
     talk.system = about["system"]
 
 # %% ../../nbs/reference/cli_generate.ipynb #697d1e84
-def status(cache, seconds: float = 0.0, tokens: int = 0) -> str:  # one line
+def status(
+    cache,  # a `TurboQuantCache`
+    seconds: float = 0.0,  # that the newest tokens took; 0: not known
+    tokens: int = 0,  # that came in this time
+) -> str:  # one line
     "Tokens held, bytes held, bytes saved against 16 bits, tokens per second."
     report = cache.report()
     exact = 2 * report["values"]

@@ -67,7 +67,9 @@ def bits_per_value(
     return total / 2
 
 
-def bits_by_head_size(recipe) -> dict:
+def bits_by_head_size(
+    recipe,  # a `Recipe`
+) -> dict:  # {head size, as text: bits}; without sizes that its bits do not fit
     "`bits_per_value` at the usual head sizes; at its own for a recipe with a tuple of bits."
     own = {len(s.bits) for s in (recipe.key, recipe.value) if isinstance(s.bits, tuple)}
     costs = {}
@@ -131,7 +133,9 @@ class Planned:
     context: int | None = None  # most tokens that it reads
 
 
-def planned(name: str) -> Planned:
+def planned(
+    name: str,  # as --model takes it
+) -> Planned:
     """A model from a folder, a .gguf file, a hub id, or a shape such as 32x8x128. Raises Usage
     for what is none of them."""
     if _SHAPE.fullmatch(name):
@@ -167,7 +171,9 @@ def _config_of(layers: int, heads: int, d: int):
     return transformers.LlamaConfig(vocab_size=3, **sizes)  # ids up to 2: where a text ends
 
 
-def parameters_of(config) -> int:
+def parameters_of(
+    config,  # of transformers; nothing is allocated for its numbers
+) -> int:
     "How many numbers the model of a config has; its class is the one that the config names."
     kinds = [
         getattr(transformers, x, None) for x in getattr(config, "architectures", None) or ()
@@ -202,7 +208,12 @@ class CacheSize:
     """What a cache of one recipe holds for a model, as a function of the number of tokens.
     Raises ValueError for a recipe that does not fit."""
 
-    def __init__(self, config, recipe, dtype):
+    def __init__(
+        self,
+        config,  # of transformers
+        recipe,  # a preset, a `Recipe`, or a list of them
+        dtype,  # of the model's states, in which exact tokens are kept
+    ):
         cache = hf.TurboQuantCache(config, recipe, frame=_plain_frame(config))
         self.layers = cache.coded_layers
         self.dtype = dtype
@@ -252,7 +263,11 @@ class CacheSize:
         frames = sum(map(_frame_bytes, self.empty))
         return sum(tables.values()) + frames, sum(rope.values())
 
-    def bytes(self, tokens: int, batch: int = 1) -> int:
+    def bytes(
+        self,
+        tokens: int,  # of each sequence, from 0
+        batch: int = 1,  # sequences
+    ) -> int:
         """Bytes of a cache that has read so many tokens of each sequence at once, as its report
         says them. Layers with a sliding window have freed tiles that nothing sees."""
         parts = self.parts
@@ -262,12 +277,19 @@ class CacheSize:
         each = sum(fixed + size * (used - freed(w)) for fixed, size, w in parts)
         return batch * each + self.tables + self.rope * used * self.tile
 
-    def most(self, tokens: int, batch: int = 1) -> int:
+    def most(
+        self,
+        tokens: int,  # of each sequence, from 0
+        batch: int = 1,  # sequences
+    ) -> int:
         "The most bytes of a cache that has read so many tokens, or fewer."
         return self.bytes(tokens - (tokens - 1) % self.tile if tokens else 0, batch)
 
 
-def sizes_of(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, of a value)
+def sizes_of(
+    layer,  # a `LayerInfo`
+    model_type: str,  # for the message
+) -> tuple:  # (KV heads, channels of a key, of a value)
     """What a `LayerInfo` says. Raises ValueError where keys and values have sizes that a config
     does not say in one place."""
     if layer.sized_by:
@@ -278,7 +300,12 @@ def sizes_of(layer, model_type: str) -> tuple:  # (KV heads, channels of a key, 
     return layer.heads, layer.key_size, layer.value_size
 
 
-def plain_bytes(config, tokens: int, batch: int, itemsize: int) -> int:
+def plain_bytes(
+    config,  # of transformers
+    tokens: int,  # of each sequence
+    batch: int,  # sequences
+    itemsize: int,  # bytes of a number
+) -> int:
     """Bytes of an uncompressed cache: every token of layers that keep all, the window of those
     that slide."""
     info = hf.ModelInfo(config)
@@ -342,12 +369,18 @@ class Plan:
         if self.bits_of_weights not in (None, 4, 8, 16, 32):
             raise Usage(f"--bits-of-weights must be 4, 8, 16 or 32, got {self.bits_of_weights}")
 
-    def dtype(self, model: Planned):
+    def dtype(
+        self,
+        model: Planned,  # whose config is asked where no option says it
+    ):  # torch.dtype; bfloat16 where nothing says it
         "The type of the model's states, which a cache keeps of exact tokens."
         said = {16: torch.bfloat16, 32: torch.float32}.get(self.bits_of_weights)
         return said or getattr(model.config, "dtype", None) or torch.bfloat16
 
-    def bytes_of_weights(self, model: Planned) -> int:
+    def bytes_of_weights(
+        self,
+        model: Planned,  # of a shape, whose parameters are not known: 0 bytes
+    ) -> int:
         "As given, or those of the parameters; Usage where a config does not say them."
         if self.weights is not None:
             return self.weights

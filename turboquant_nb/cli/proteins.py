@@ -66,12 +66,18 @@ class Proteins:
 CODE = "From turboquant calibrate --fasta; default: uncompressed states."  # help of --code
 
 
-def read_code(name: str | None):
+def read_code(
+    name: str | None,  # file of --code
+):  # `TransformCode` on the CPU, or None
     "The code of --code; None: none was asked for."
     return read_input("--code", name, codes.load_code) if name else None
 
 
-def load_protein_model(name: str, device: str | None, output: Output):
+def load_protein_model(
+    name: str,  # a folder, a fair-esm .pt file or a hub id
+    device: str | None,  # as --device takes it
+    output: Output,
+):
     "An ESM-2 model; Usage for a name that is nothing."
     check_name(name, "--model", "config.json", (".pt", ".safetensors", ".bin"))
     quiet = output.quiet or Path(name).exists()  # bars are for downloads
@@ -208,7 +214,10 @@ class Reading:
         model = load_protein_model(ask.model, ask.device, self.output)
         return Opened(sequences, code, model, self)
 
-    def about(self, **more) -> dict:
+    def about(
+        self,
+        **more,  # fields of the command
+    ) -> dict:
         "For JSON."
         return dict(version=version(), model=self.proteins.model, code=self.coded.code, **more)
 
@@ -464,7 +473,10 @@ class Folding:
                 )
         return found
 
-    def targets(self, names: list) -> dict:
+    def targets(
+        self,
+        names: list,  # of the proteins, in their order
+    ) -> dict:
         "Name -> file. Raises Usage for a place that cannot be written, and for files alike."
         if len(names) == 1:
             return {names[0]: target_file(self.pdb, "--pdb", ("pdb",))}
@@ -489,7 +501,10 @@ class Folded:
     exact: object  # the structure on exact states, None where those were used
     held: tuple  # bytes of the keys and values of a pass: exact, coded
 
-    def row(self, name: str) -> dict:
+    def row(
+        self,
+        name: str,  # of the protein
+    ) -> dict:
         "For JSON."
         found = self.structure
         row = dict(name=name, length=len(found.letters), plddt=float(found.plddt.mean()))
@@ -499,7 +514,10 @@ class Folded:
         a, b = self.exact.trace, found.trace
         return row | dict(rmsd=esm.rmsd(a, b), lddt=esm.lddt(a, b))
 
-    def told(self, row: dict) -> str:
+    def told(
+        self,
+        row: dict,  # what `row` gave
+    ) -> str:
         "For people."
         text = f"{row['name']}: {row['length']} residues, confidence {row['plddt']:.3f}"
         if self.exact is None:

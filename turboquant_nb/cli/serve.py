@@ -105,7 +105,10 @@ def cache_size(
 OURS = ("--attention-backend", "--kv-cache-dtype", "--additional-config")
 
 
-def option_of(words: list, *names: str) -> str | None:
+def option_of(
+    words: list,  # of str, what stands behind --
+    *names: str,  # all ways to write the option, with dashes: "-tp"
+) -> str | None:
     """The value of an option among vLLM's words, `--name value` or `--name=value`; the last one
     counts. None: not there."""
     found = None

@@ -127,10 +127,10 @@ def gather_statistics(
 # %% ../../nbs/27_variants.ipynb #50c4bb1c
 def fit_esm(
     turbo: TurboEsm,
-    sequences: list,
-    statistics: CodeStatistics,
-    recipe: TransformRecipe | str = "water3",
-    progress=lambda done, total: None,
+    sequences: list,  # of str: those that the statistics were gathered from
+    statistics: CodeStatistics,  # of `gather_statistics`
+    recipe: TransformRecipe | str = "water3",  # or a name in `RECIPES`
+    progress=lambda done, total: None,  # called with the number of sequences read, and of all
 ) -> TransformCode:
     """Transforms from the statistics, tables and bits from a second pass; several recipes can
     share statistics."""

@@ -39,7 +39,14 @@ def import_transformers():  # the module
     return transformers
 
 
-def esm_config(vocab, hidden, heads, layers, wide, **more):  # EsmConfig
+def esm_config(
+    vocab,  # tokens
+    hidden,  # D, channels of a state
+    heads,
+    layers,
+    wide,  # channels inside the MLP
+    **more,  # fields of `EsmConfig`, in place of those that are set here
+):  # EsmConfig
     "The configuration that makes an EsmModel an ESM-2."
     sizes = dict(
         vocab_size=vocab,

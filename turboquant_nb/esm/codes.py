@@ -59,12 +59,20 @@ class Past:
         self.ragged = not captured and bool(start.any())
         self.kept = [None] * layers  # the past and, behind it, the chunk that is being read
 
-    def take(self, layer: int, k: Tensor, v: Tensor):
-        "Hold the states [B, H, n, d] of the chunk that is being read."
+    def take(
+        self,
+        layer: int,  # from 0; the layers of a chunk come in order
+        k: Tensor,  # [B, H, n, d] after RoPE
+        v: Tensor,  # [B, H, n, d]
+    ):
+        "Hold the states of the chunk that is being read."
         past = self.states(layer) if self.length else None
         self.kept[layer] = tuple(torch.cat(x, 2) for x in zip(past, (k, v))) if past else (k, v)
 
-    def commit(self, n: int):
+    def commit(
+        self,
+        n: int,  # tokens of each row, padding included
+    ):
         "The chunk of n tokens becomes past."
         self.length += n
 
@@ -72,7 +80,10 @@ class Past:
         "Forget the chunk that is being read."
         self.kept = [self.states(i) if self.length else None for i in range(self.layers)]
 
-    def select(self, sequence: int) -> "Past":
+    def select(
+        self,
+        sequence: int,  # its row, from 0 to B - 1
+    ) -> "Past":
         "The past of one sequence alone, to be read."
         part = slice(sequence, sequence + 1)
         out = copy(self)
@@ -83,33 +94,57 @@ class Past:
     def _cut(self, part: slice):
         self.kept = [tuple(x[part] for x in pair) for pair in self.kept]
 
-    def positions(self, first: int, last: int) -> Tensor:
-        "Positions [B, last - first] of slots; negative before a sequence starts."
-        return torch.arange(first, last, device=self.start.device) - self.start[:, None]
-
-    def align(self, x: Tensor) -> Tensor:
-        """Move each row of a first chunk x [B, H, n, d] right by its padding: all sequences end
-        together."""
-        if not self.ragged:
-            return x
-        at = (torch.arange(x.shape[2], device=x.device) - self.start[:, None]) % x.shape[2]
-        return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
     def states(self, layer: int) -> tuple:
         "Keys and values of the past [B, H, T, d]."
         return tuple(x[:, :, : self.length] for x in self.kept[layer])
 
-    def scores(self, layer: int, q: Tensor) -> Tensor:
-        "fp32 products [B, H, n, T] of queries [B, H, n, d] with the keys of the past."
-        return q.float() @ self.states(layer)[0].float().mT
+# %% ../../nbs/26_esm.ipynb #3c238a47
+@patch
+def positions(
+    self: Past,
+    first: int,  # slot, where padding counts
+    last: int,  # slot behind the last one
+) -> Tensor:
+    "Positions [B, last - first] of slots; negative before a sequence starts."
+    return torch.arange(first, last, device=self.start.device) - self.start[:, None]
 
-    def weighted(self, layer: int, p: Tensor) -> Tensor:
-        "Sums [B, H, n, d] fp32 of the values of the past with weights p [B, H, n, T]."
-        return p @ self.states(layer)[1].float()
 
-    def nbytes(self) -> int:
-        "Bytes held."
-        return sum(t.nbytes for pair in self.kept for t in pair) + self.start.nbytes
+@patch
+def align(
+    self: Past,
+    x: Tensor,  # [B, H, n, d], padding on the right as the model read it
+) -> Tensor:  # the same, padding on the left
+    "Move each row of a first chunk right by its padding: all sequences end together."
+    if not self.ragged:
+        return x
+    at = (torch.arange(x.shape[2], device=x.device) - self.start[:, None]) % x.shape[2]
+    return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+@patch
+def scores(
+    self: Past,
+    layer: int,
+    q: Tensor,  # [B, H, n, d] scaled, after RoPE
+) -> Tensor:  # [B, H, n, T] fp32
+    "Products of queries with the keys of the past."
+    return q.float() @ self.states(layer)[0].float().mT
+
+
+@patch
+def weighted(
+    self: Past,
+    layer: int,
+    p: Tensor,  # [B, H, n, T] fp32
+) -> Tensor:  # [B, H, n, d] fp32
+    "Sums of the values of the past with weights p."
+    return p @ self.states(layer)[1].float()
+
+
+@patch
+def nbytes(self: Past) -> int:
+    "Bytes held."
+    return sum(t.nbytes for pair in self.kept for t in pair) + self.start.nbytes
 
 # %% ../../nbs/26_esm.ipynb #f4410770
 def prefix_visible(
@@ -124,9 +159,12 @@ def prefix_visible(
 
 
 @patch
-def visible(self: Past, n: int, causal: bool = True) -> Tensor | None:
-    """What a chunk of n tokens sees of the past and of itself: bool [B, 1, n, T+n], None for
-    all."""
+def visible(
+    self: Past,
+    n: int,
+    causal: bool = True,  # each token of the chunk sees those before it; False: all of them
+) -> Tensor | None:  # bool [B, 1, n, T+n]
+    "What a chunk of n tokens sees of the past and of itself; None for all."
     own = causal and n > 1
     if not self.ragged and not own:
         return None
@@ -140,18 +178,29 @@ def visible(self: Past, n: int, causal: bool = True) -> Tensor | None:
 
 @patch
 def attend(
-    self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, causal: bool = True
-) -> Tensor:
-    "Output [B, H, n, d] of a chunk that sees the past and itself; its states are taken."
+    self: Past,
+    layer: int,
+    q: Tensor,  # [B, H, n, d] scaled, after RoPE
+    k: Tensor,  # [B, H, n, d] after RoPE
+    v: Tensor,  # [B, H, n, d]
+    causal: bool = True,  # as for `visible`
+) -> Tensor:  # [B, H, n, d]
+    "Output of a chunk that sees the past and itself; its states are taken."
     self.take(layer, k, v)
     seen = self.visible(q.shape[2], causal)
     return F.scaled_dot_product_attention(q, *self.kept[layer], seen, scale=1.0)
 
 # %% ../../nbs/26_esm.ipynb #cd7899cf
 @patch
-def rows(self: Past, layer: int, q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-    """Each query [1, H, R, d] sees the past of one sequence, with its own key and value in slot
-    at[r] of it."""
+def rows(
+    self: Past,
+    layer: int,
+    q: Tensor,  # [1, H, R, d] scaled, after RoPE, each at the position of its slot
+    k: Tensor,  # [1, H, R, d] of the same tokens
+    v: Tensor,  # [1, H, R, d]
+    at: Tensor,  # [R] int64 slots of the past
+) -> Tensor:  # [1, H, R, d]
+    "Each query sees the past of one sequence, with its own key and value in slot at[r] of it."
     dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
     scores = self.scores(layer, q)
@@ -243,11 +292,11 @@ class CodedPast(Past):
 
     def __init__(
         self,
-        code: TransformCode,
-        start: Tensor,
-        max_length: int | None,
-        dtype,
-        captured: bool = False,
+        code: TransformCode,  # on the device of the states
+        start: Tensor,  # [B] int64 slots before each sequence starts
+        max_length: int | None,  # tokens that room is made for; None: room grows as they come
+        dtype,  # of the model; of float32 outlier tokens are kept in float16
+        captured: bool = False,  # as for `Past`
     ):
         super().__init__(code.key.shape[0], start, captured)
         self.code = code
@@ -263,31 +312,6 @@ class CodedPast(Past):
         if len(self.new) * k.numel() >= 2**25 or layer == self.layers - 1:
             self._write()
 
-    def _write(self):
-        first = min(self.new)
-        n = next(iter(self.new.values()))[0].shape[2]
-        positions = self.positions(self.length, self.length + n)
-        chunks = [torch.stack(x) for x in zip(*self.new.values())]
-        reach = self.code.recipe.outliers
-        far = False
-        for side, x in zip((self.key, self.value), chunks):
-            packed, out = coded(side.code, x, positions, first, reach, not self.captured)
-            side.room(self.length + n)
-            side.write(packed, first, self.length)
-            far = far | out
-        if reach:
-            self._keep(far & (positions >= 0), chunks, first)
-        self.new = {}
-
-    def _keep(self, far: Tensor, chunks: list, first: int):
-        "Keep the tokens exactly that are marked in far [layers, B, n]."
-        layer, row, at = far.nonzero(as_tuple=True)
-        for i in layer.unique().tolist():
-            mine = row[layer == i], at[layer == i]
-            kept = (x[i, mine[0], :, mine[1]].to(self.exact_dtype) for x in chunks)
-            where = first + i, self.length, mine[0], mine[1] + self.length
-            self.outliers.append(_Outlier(*where, *kept))
-
     def commit(self, n):
         super().commit(n)
         self._rest()
@@ -297,9 +321,6 @@ class CodedPast(Past):
         self.outliers = [x for x in self.outliers if x.before < self.length]
         self._rest()
 
-    def _rest(self):
-        self.key.found = self.value.found = self._cos_sin = None
-
     def _cut(self, part):
         self.key, self.value = self.key.select(part), self.value.select(part)
         here = [x.row == part.start for x in self.outliers]
@@ -308,28 +329,6 @@ class CodedPast(Past):
             for x, i in zip(self.outliers, here)
         ]
         self._rest()
-
-    def _read(self, which: str, layer: int) -> Tensor:  # [B, H, d, T]
-        "Keys or values of a layer, as codes and outliers say, without their mean."
-        side = getattr(self, which)
-        z = side.read(layer, self.length)
-        for x in self.outliers:
-            if x.layer == layer and x.before < self.length:
-                at = (x.slot - self.start[x.row])[:, None]
-                exact = getattr(x, which)[None, :, :, None]
-                exact = transform_states(side.code, exact, at, layer).T
-                z[x.row, :, :, x.slot] = exact.reshape(-1, *z.shape[1:3])
-        return z
-
-    def _mean_scores(self, layer: int, q: Tensor) -> Tensor | float:
-        "What the mean of keys adds to the scores of queries [B, H, n, d]: [B, H, n, T or 1]."
-        side = self.code.key
-        rotary = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
-        if self._cos_sin is None and rotary:  # one for all layers of a step
-            rows = self.positions(0, self.length)[: None if self.ragged else 1]
-            table = cos_sin_table(rows, side.inv_freq)
-            self._cos_sin = table.mT[:, None].contiguous().mT
-        return side.centre.query(q, side.mean[layer][:, None], rotary).scores(self._cos_sin)
 
     def scores(self, layer, q):
         q = q.float()
@@ -366,6 +365,66 @@ class CodedPast(Past):
         kept = sum(t.nbytes for x in self.outliers for t in x[2:])
         return self.key.data.nbytes + self.value.data.nbytes + kept + self.start.nbytes
 
+# %% ../../nbs/26_esm.ipynb #ec6bddd0
+@patch
+def _rest(self: CodedPast):
+    self.key.found = self.value.found = self._cos_sin = None
+
+
+@patch
+def _write(self: CodedPast):
+    first = min(self.new)
+    n = next(iter(self.new.values()))[0].shape[2]
+    positions = self.positions(self.length, self.length + n)
+    chunks = [torch.stack(x) for x in zip(*self.new.values())]
+    reach = self.code.recipe.outliers
+    far = False
+    for side, x in zip((self.key, self.value), chunks):
+        packed, out = coded(side.code, x, positions, first, reach, not self.captured)
+        side.room(self.length + n)
+        side.write(packed, first, self.length)
+        far = far | out
+    if reach:
+        self._keep(far & (positions >= 0), chunks, first)
+    self.new = {}
+
+
+@patch
+def _keep(self: CodedPast, far: Tensor, chunks: list, first: int):
+    "Keep the tokens exactly that are marked in far [layers, B, n]."
+    layer, row, at = far.nonzero(as_tuple=True)
+    for i in layer.unique().tolist():
+        mine = row[layer == i], at[layer == i]
+        kept = (x[i, mine[0], :, mine[1]].to(self.exact_dtype) for x in chunks)
+        where = first + i, self.length, mine[0], mine[1] + self.length
+        self.outliers.append(_Outlier(*where, *kept))
+
+# %% ../../nbs/26_esm.ipynb #9d7c6645
+@patch
+def _read(self: CodedPast, which: str, layer: int) -> Tensor:  # [B, H, d, T]
+    "Keys or values of a layer, as codes and outliers say, without their mean."
+    side = getattr(self, which)
+    z = side.read(layer, self.length)
+    for x in self.outliers:
+        if x.layer == layer and x.before < self.length:
+            at = (x.slot - self.start[x.row])[:, None]
+            exact = getattr(x, which)[None, :, :, None]
+            exact = transform_states(side.code, exact, at, layer).T
+            z[x.row, :, :, x.slot] = exact.reshape(-1, *z.shape[1:3])
+    return z
+
+
+@patch
+def _mean_scores(self: CodedPast, layer: int, q: Tensor) -> Tensor | float:
+    "What the mean of keys adds to the scores of queries [B, H, n, d]: [B, H, n, T or 1]."
+    side = self.code.key
+    rotary = 0 if side.inv_freq is None else 2 * len(side.inv_freq)
+    if self._cos_sin is None and rotary:  # one for all layers of a step
+        rows = self.positions(0, self.length)[: None if self.ragged else 1]
+        table = cos_sin_table(rows, side.inv_freq)
+        self._cos_sin = table.mT[:, None].contiguous().mT
+    return side.centre.query(q, side.mean[layer][:, None], rotary).scores(self._cos_sin)
+
 # %% ../../nbs/26_esm.ipynb #3bec6832
 @dataclass(frozen=True, eq=False)
 class FramedRecipe:
@@ -375,7 +434,13 @@ class FramedRecipe:
     frame: LayerFrame | None  # that its keys are coded in
     inv_freq: Tensor  # [d/2] of RoPE
 
-    def store(self, batch: int, heads: int, d: int, **more) -> KVStore:
+    def store(
+        self,
+        batch: int,
+        heads: int,  # of keys and values
+        d: int,  # head size
+        **more,  # `dtype`, `device` and what else `KVStore` takes
+    ) -> KVStore:
         "An empty one."
         more |= dict(frame=self.frame, inv_freq=self.inv_freq)
         return KVStore(self.recipe, batch, heads, d, **more)
@@ -458,7 +523,9 @@ def planned_nbytes(
     return open_past(code, shape, start, tokens, dtype).nbytes()
 
 
-def why_not_captured(code: TransformCode | list | None) -> str:
+def why_not_captured(
+    code: TransformCode | list | None,  # as for `open_past`
+) -> str:
     "Why a past of this code cannot be filled in a captured graph; empty if it can."
     if isinstance(code, list):
         return (
@@ -468,8 +535,10 @@ def why_not_captured(code: TransformCode | list | None) -> str:
         return "which tokens are outliers is read from the device"
     return ""
 
-
-def check_recodable(code: TransformCode | list | None) -> None:
+# %% ../../nbs/26_esm.ipynb #21c7255a
+def check_recodable(
+    code: TransformCode | list | None,  # as for `open_past`
+) -> None:
     "Raise ValueError for recipes whose codes depend on the order in which tokens come."
     if isinstance(code, list):
         for r in (x.recipe for x in code):

@@ -62,7 +62,7 @@ def random_folding(seed: int = 0):  # EsmForProteinFolding
             p.data += 0.05 * torch.randn_like(p)
     return model
 
-
+# %% ../../nbs/27_variants.ipynb #ef686d14
 @dataclass(frozen=True)
 class Structure:
     "A protein in space."
@@ -79,7 +79,10 @@ class Structure:
         return self.atoms[:, CA]
 
 
-def check_letters(letters: str, name: str = "letters") -> str:
+def check_letters(
+    letters: str,  # one for each residue, in any case
+    name: str = "letters",  # how errors call them
+) -> str:
     """Upper case. Raises ValueError for no residue, more than 1,022, and what is none of the
     twenty or X, which is all that a folding model can place."""
     if not 1 <= len(letters) <= LONGEST:
@@ -87,13 +90,18 @@ def check_letters(letters: str, name: str = "letters") -> str:
     return check_residues(letters, name, f"{RESIDUES}X")
 
 
-def in_one_pass(recipe) -> Recipe:  # a Recipe, or what `as_recipe` takes
+def in_one_pass(
+    recipe,  # a `Recipe`, or what `as_recipe` takes
+) -> Recipe:
     """A recipe as a single pass can use it: all tokens come at once, so there are no first and
     no recent ones."""
     return replace(as_recipe(recipe), sinks=0, recent=0)
 
 
-def fold(turbo: TurboEsm, letters: str) -> Structure:
+def fold(
+    turbo: TurboEsm,  # of an `EsmForProteinFolding`
+    letters: str,  # one for each residue, in any case
+) -> Structure:
     """The structure of a protein, on the states of `turbo.code`; with None on exact ones, as
     the model gives it. Raises TypeError for a model that does not fold, ValueError as
     `check_letters` and `TurboEsm.on_codes`."""
@@ -122,7 +130,10 @@ def _traces(a: Tensor, b: Tensor) -> tuple:
     return a.double(), b.double()
 
 
-def rmsd(a: Tensor, b: Tensor) -> float:  # Å
+def rmsd(
+    a: Tensor,  # [L, 3] in Å
+    b: Tensor,  # [L, 3] in Å
+) -> float:  # Å
     """Root mean square distance of two traces [L, 3] after superposition, by equation (27.5).
     Raises ValueError for other shapes, fewer than three residues, and NaN. Source: Kabsch 1976,
     by SciPy's `align_vectors`."""
@@ -133,10 +144,14 @@ def rmsd(a: Tensor, b: Tensor) -> float:  # Å
     return float(left / np.sqrt(len(a)))
 
 
-def lddt(a: Tensor, b: Tensor, within: float = 15.0) -> float:  # 0 to 1
-    """Share of the distances of a [L, 3] up to `within` Å that b has too, by equation (27.6);
-    a is what is compared with. Raises ValueError as `rmsd`, and where no two residues are that
-    near. Source: Mariani et al. 2013, on Cα atoms."""
+def lddt(
+    a: Tensor,  # [L, 3] in Å, what is compared with
+    b: Tensor,  # [L, 3] in Å
+    within: float = 15.0,  # Å: distances up to it count
+) -> float:  # 0 to 1
+    """Share of the distances of a up to `within` Å that b has too, by equation (27.6). Raises
+    ValueError as `rmsd`, and where no two residues are that near. Source: Mariani et al. 2013,
+    on Cα atoms."""
     a, b = (torch.cdist(x, x) for x in _traces(a.cpu(), b.cpu()))
     near = (a < within) & ~torch.eye(len(a), dtype=torch.bool)
     if not near.any():

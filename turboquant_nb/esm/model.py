@@ -92,7 +92,7 @@ def _code_for(code, base: EsmModel, shape: tuple):  # None, TransformCode or [Re
         raise ValueError("code was calibrated on another model: the key weights differ")
     return code.to(base.device)
 
-
+# %% ../../nbs/26_esm.ipynb #1bec32a0
 _FRAMES = WeakKeyDictionary()  # model -> a LayerFrame for each layer
 
 
@@ -128,30 +128,20 @@ def _framed(turbo, recipes: list) -> list:
     settled = (r.settled(x) for r, x in zip(recipes, frames))
     return [FramedRecipe(r, x, inv_freq.cpu()) for r, x in zip(settled, frames)]
 
-
-def _padding(ids: Tensor, mask: Tensor | None) -> Tensor:  # [B] padding tokens of each row
-    """Padding on the right. Raises TypeError/ValueError for ids or a mask that are not what
-    they must be."""
-    checks.shape(checks.integers(ids, "ids"), "ids", "B", "T")
-    if not ids.numel():
-        raise ValueError(f"ids must hold at least one token, got {list(ids.shape)}")
-    if mask is None:
-        return torch.zeros(len(ids), dtype=torch.long, device=ids.device)
-    m = checks.shape(mask, "mask", *ids.shape).long()
-    if bool((m.diff(dim=1) > 0).any()) or bool((m[:, 0] != 1).any()):
-        raise ValueError(
-            "mask must be 1 for the tokens of a row and then 0 for padding on the right"
-        )
-    return ids.shape[1] - m.sum(1)
-
-
+# %% ../../nbs/26_esm.ipynb #6194f1c2
 class TurboEsm:
     """An ESM-2 model whose self-attention can keep, code and reuse keys and values. `code`:
     None (exact), a preset or `Recipe` (or one per layer), or a `TransformCode`. Between passes
     the model is as it was; `undo()`, or leaving a `with` block, drops the past. Raises
     TypeError/ValueError for what does not fit."""
 
-    def __init__(self, model, code=None, max_length: int | None = None):
+    def __init__(
+        self,
+        model,  # an ESM-2 of transformers: an `EsmModel`, or what holds one as `esm`
+        code=None,  # None, a preset, a `Recipe`, a list of them, or a `TransformCode`
+        # tokens of a sequence at most, ends included; None: any number
+        max_length: int | None = None,
+    ):
         if max_length is not None:
             checks.whole(max_length, "max_length", 1)
         self.base = _trunk(model)
@@ -183,87 +173,129 @@ class TurboEsm:
             hidden = f()
         return EsmOutput(hidden, None if self.head is None else self.head(hidden))
 
-    def run(self, hook, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
+    def run(
+        self,
+        hook,  # None: the model as it is
+        ids: Tensor,  # [B, T] on the model's device, ends included
+        mask: Tensor | None = None,  # [B, T] 1 for tokens, 0 for padding; None: no padding
+    ) -> EsmOutput:
         """The whole model over ids, with hook(layer, q, k, v, mask) -> (k, v, output or None)
         in every layer; nothing is kept."""
         self._warn_of_length(ids.shape[1])
         return self._run(hook, lambda: self.base(ids, attention_mask=mask).last_hidden_state)
 
-    def prefill(self, ids: Tensor, mask: Tensor | None = None) -> EsmOutput:
-        """Read whole sequences exactly, as the original model does bit for bit, and code their
-        states. `mask` [B, T] is 1 for tokens, then 0 for padding. Drops an earlier past; raises
-        ValueError for another mask, or more tokens than max_length."""
-        start = _padding(ids, mask)
-        self.check_room(ids.shape[1])
-        self.past = None
-        self.past, out = self.read_past(ids, start, mask)
-        self.masked = (ids == self.base.config.mask_token_id).sum(1)
-        return out
+# %% ../../nbs/26_esm.ipynb #dcb3efa7
+def _padding(ids: Tensor, mask: Tensor | None) -> Tensor:  # [B] padding tokens of each row
+    """Padding on the right. Raises TypeError/ValueError for ids or a mask that are not what
+    they must be."""
+    checks.shape(checks.integers(ids, "ids"), "ids", "B", "T")
+    if not ids.numel():
+        raise ValueError(f"ids must hold at least one token, got {list(ids.shape)}")
+    if mask is None:
+        return torch.zeros(len(ids), dtype=torch.long, device=ids.device)
+    m = checks.shape(mask, "mask", *ids.shape).long()
+    if bool((m.diff(dim=1) > 0).any()) or bool((m[:, 0] != 1).any()):
+        raise ValueError(
+            "mask must be 1 for the tokens of a row and then 0 for padding on the right"
+        )
+    return ids.shape[1] - m.sum(1)
 
-    def check_room(self, n: int) -> None:
-        "ValueError where so many tokens are more than max_length."
-        if self.max_length is not None and n > self.max_length:
-            raise ValueError(f"max_length is {self.max_length}: cannot hold {n} tokens")
 
-    def _warn_of_length(self, n: int) -> None:
-        "Say that so many tokens are more than the model was trained on."
-        most = self.base.config.max_position_embeddings - 4  # the ends, and places before them
-        if n > most + 2:
-            warnings.warn(
-                f"a protein has more than the {most:,} residues that this model was trained "
-                "on; what it says of them is less certain",
-                stacklevel=2,
-            )
+@patch
+def prefill(
+    self: TurboEsm,
+    ids: Tensor,  # [B, T] on the model's device, ends included
+    mask: Tensor | None = None,  # [B, T] 1 for tokens, then 0 for padding; None: no padding
+) -> EsmOutput:
+    """Read whole sequences exactly, as the original model does bit for bit, and code their
+    states. Drops an earlier past; raises ValueError for another mask, or more tokens than
+    max_length."""
+    start = _padding(ids, mask)
+    self.check_room(ids.shape[1])
+    self.past = None
+    self.past, out = self.read_past(ids, start, mask)
+    self.masked = (ids == self.base.config.mask_token_id).sum(1)
+    return out
 
-    def read_past(
-        self, ids: Tensor, start: Tensor, mask: Tensor | None = None, captured: bool = False
-    ) -> tuple:
-        "A past that holds these sequences, and the output of the pass that filled it."
-        past = open_past(
-            self.code, self.shape, start, self.max_length, self.base.dtype, captured
+
+@patch
+def check_room(self: TurboEsm, n: int) -> None:
+    "ValueError where so many tokens are more than max_length."
+    if self.max_length is not None and n > self.max_length:
+        raise ValueError(f"max_length is {self.max_length}: cannot hold {n} tokens")
+
+
+@patch
+def _warn_of_length(self: TurboEsm, n: int) -> None:
+    "Say that so many tokens are more than the model was trained on."
+    most = self.base.config.max_position_embeddings - 4  # the ends, and places before them
+    if n > most + 2:
+        warnings.warn(
+            f"a protein has more than the {most:,} residues that this model was trained "
+            "on; what it says of them is less certain",
+            stacklevel=2,
         )
 
-        def hook(layer, q, k, v, _):
-            past.take(layer, past.align(k), past.align(v))
-            return k, v, None
 
-        out = self.run(hook, ids, mask)
-        past.commit(ids.shape[1])
-        return past, out
+@patch
+def read_past(
+    self: TurboEsm,
+    ids: Tensor,  # [B, T]
+    start: Tensor,  # [B] int64, padding tokens of each row
+    mask: Tensor | None = None,  # as for `prefill`, but not checked
+    captured: bool = False,  # as for `Past`
+) -> tuple:  # (Past, EsmOutput)
+    "A past that holds these sequences, and the output of the pass that filled it."
+    past = open_past(self.code, self.shape, start, self.max_length, self.base.dtype, captured)
 
-    def _need(self):  # the past
-        if self.past is None:
-            raise ValueError("there is no past: call prefill first")
-        return self.past
+    def hook(layer, q, k, v, _):
+        past.take(layer, past.align(k), past.align(v))
+        return k, v, None
 
-    @property
-    def length(self) -> Tensor:  # [B]
-        "Tokens held of each sequence."
-        past = self._need()
-        return past.length - past.start
+    out = self.run(hook, ids, mask)
+    past.commit(ids.shape[1])
+    return past, out
 
-    def report(self) -> dict:
-        "Bytes held for the past, bits per value, ratios to fp16 and fp32; tables apart."
-        past = self._need()
-        layers, heads, d = self.shape
-        values = 2 * layers * heads * d * len(past.start) * past.length
-        held = past.nbytes()
-        tables = getattr(self.code, "tables_nbytes", 0)
-        return dict(
-            tokens=past.length,
-            nbytes=held,
-            bits_per_value=8 * held / values,
-            ratio_fp16=2 * values / held,
-            ratio_fp32=4 * values / held,
-            tables_nbytes=tables,
-        )
+# %% ../../nbs/26_esm.ipynb #8e01f8d7
+@patch
+def _need(self: TurboEsm):  # the past
+    if self.past is None:
+        raise ValueError("there is no past: call prefill first")
+    return self.past
 
-    def nbytes_of(self, tokens: int) -> int | None:
-        """What `report` would say is held of one sequence of so many tokens, read at once;
-        nothing is read. None where the sequence decides, by its outlier tokens. ValueError for
-        more than max_length."""
-        self.check_room(checks.whole(tokens, "tokens", 1))
-        return planned_nbytes(self.code, self.shape, tokens, self.base.dtype)
+
+@patch(as_prop=True)
+def length(self: TurboEsm) -> Tensor:  # [B]
+    "Tokens held of each sequence."
+    past = self._need()
+    return past.length - past.start
+
+
+@patch
+def report(self: TurboEsm) -> dict:
+    "Bytes held for the past, bits per value, ratios to fp16 and fp32; tables apart."
+    past = self._need()
+    layers, heads, d = self.shape
+    values = 2 * layers * heads * d * len(past.start) * past.length
+    held = past.nbytes()
+    tables = getattr(self.code, "tables_nbytes", 0)
+    return dict(
+        tokens=past.length,
+        nbytes=held,
+        bits_per_value=8 * held / values,
+        ratio_fp16=2 * values / held,
+        ratio_fp32=4 * values / held,
+        tables_nbytes=tables,
+    )
+
+
+@patch
+def nbytes_of(self: TurboEsm, tokens: int) -> int | None:
+    """What `report` would say is held of one sequence of so many tokens, read at once;
+    nothing is read. None where the sequence decides, by its outlier tokens. ValueError for
+    more than max_length."""
+    self.check_room(checks.whole(tokens, "tokens", 1))
+    return planned_nbytes(self.code, self.shape, tokens, self.base.dtype)
 
 # %% ../../nbs/26_esm.ipynb #7de99272
 @patch
@@ -288,7 +320,11 @@ def _encode(self: TurboEsm, x: Tensor, positions: Tensor) -> Tensor:
 
 
 @patch
-def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
+def decode(
+    self: TurboEsm,
+    ids: Tensor,  # [B, n], one row for each sequence of the past
+    causal: bool = True,  # a new token sees the new ones before it; False: all new ones
+) -> EsmOutput:
     """Append tokens [B, n]. They see the coded past and, exactly, themselves: each the tokens
     before it or, with causal=False, all of them. Raises ValueError without a past, for another
     batch, or beyond max_length; the past is then as before."""
@@ -319,10 +355,14 @@ def decode(self: TurboEsm, ids: Tensor, causal: bool = True) -> EsmOutput:
 # %% ../../nbs/26_esm.ipynb #8ffebb42
 @patch
 def rows(
-    self: TurboEsm, ids: Tensor, at: Tensor, sequence: int = 0, block: int = 1024
-) -> EsmOutput:
+    self: TurboEsm,
+    ids: Tensor,  # [R] int64
+    at: Tensor,  # [R] int64 positions, from 0, padding not counted
+    sequence: int = 0,  # row of the past; negative: counted from the end
+    block: int = 1024,  # rows of one pass of the model
+) -> EsmOutput:  # hidden [R, D], logits [R, V]
     """Token ids[r] in place of position at[r], each alone in the frozen context of one
-    sequence: hidden [R, D]. The past does not change. Raises ValueError for a sequence or a
+    sequence. The past does not change. Raises ValueError for a sequence or a
     position that is not in it."""
     past = self._need()
     if not -len(past.start) <= sequence < len(past.start):
@@ -343,7 +383,12 @@ def rows(
 
 @patch
 def past_rows(
-    self: TurboEsm, past, ids: Tensor, at: Tensor, start: int = 0, block: int = 1024
+    self: TurboEsm,
+    past,  # a `Past` of one sequence
+    ids: Tensor,  # [R] int64
+    at: Tensor,  # [R] int64 positions, from 0
+    start: int = 0,  # slots before the sequence starts
+    block: int = 1024,  # rows of one pass of the model
 ) -> EsmOutput:
     "`rows` of a past that is given, positions unchecked: no number is read from the device."
     ratio = torch.zeros(1, device=ids.device)  # a masked token's embedding is 0 at any ratio
@@ -385,11 +430,14 @@ def on_codes(self: TurboEsm, look=None):
 
 @patch
 def reread(
-    self: TurboEsm, ids: Tensor, mask: Tensor | None = None, attentions: list | None = None
+    self: TurboEsm,
+    ids: Tensor,  # [B, T] on the model's device, ends included
+    mask: Tensor | None = None,  # [B, T] 1 for tokens, then 0 for padding; None: no padding
+    # gets the attention weights [B, H, T, T] of each layer, in order
+    attentions: list | None = None,
 ) -> EsmOutput:
     """A whole pass in which every layer attends on coded keys and values of the same pass,
-    nothing kept: what the code does to the encoder itself. A list takes the attention weights
-    [B, H, T, T] of each layer. ValueError as `on_codes`."""
+    nothing kept: what the code does to the encoder itself. ValueError as `on_codes`."""
     visible = _real(ids, mask)[:, None, None]
 
     def look(q, k, v):
@@ -402,7 +450,9 @@ def reread(
 # %% ../../nbs/26_esm.ipynb #f246d68a
 @patch
 def contacts(
-    self: TurboEsm, ids: Tensor, mask: Tensor | None = None
+    self: TurboEsm,
+    ids: Tensor,  # [B, T] on the model's device, ends included
+    mask: Tensor | None = None,  # [B, T] 1 for tokens, then 0 for padding; None: no padding
 ) -> Tensor:  # [B, T-2, T-2]
     """Contact probabilities of the model's own head, from the attention of `reread`. Raises
     ValueError for a model that was loaded without that head."""

@@ -110,7 +110,12 @@ class MaskedRows:
     cannot be captured, more tokens than max_length, another length, and states that are not
     finite."""
 
-    def __init__(self, turbo: TurboEsm, length: int, graphs=CudaGraph):  # or a class like it
+    def __init__(
+        self,
+        turbo: TurboEsm,  # with a language-model head
+        length: int,  # residues of each protein
+        graphs=CudaGraph,  # or a class like it, such as `Tape`
+    ):
         _check_head(turbo, "frozen", ("frozen",))
         checks.whole(length, "length", 1)
         turbo.check_room(length + 2)
@@ -283,7 +288,7 @@ def variants_of(
                 raise ValueError(f"{name}: {error}") from None
     return {name: of(name) for name in sequences}
 
-
+# %% ../../nbs/27_variants.ipynb #bba5b3eb
 # proteins of one length: a capture takes as long as three or four of them eagerly
 CAPTURE_FROM = 5
 
@@ -358,7 +363,7 @@ def variants(
         for m, x in zip(wanted_of[name], found[name])
     ]
 
-
+# %% ../../nbs/27_variants.ipynb #5c89821a
 def read_mutations(path) -> dict | list:
     """Lines "A5G" or "name<tab>A5G:L7P", empty lines and those with # left out: a list, or a
     dict by name. Raises ValueError for a mixture, an empty file and what is no text."""

@@ -28,9 +28,12 @@ from ..theory.rotation import make_rotation
 from ..theory.transforms import Moments, attention_weights, sensitivity
 
 # %% ../../nbs/26_esm.ipynb #221c3118
-def centre_at(mean: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tensor:
-    """Means [.., H, d] at positions [B, n]: [.., B, H, n, d], with RoPE applied where
-    frequencies are given."""
+def centre_at(
+    mean: Tensor,  # [..., H, d], before RoPE where there are frequencies
+    positions: Tensor,  # [B, n]
+    inv_freq: Tensor | None,  # [d/2]; None: the mean is the same at each position
+) -> Tensor:  # [..., B, H, n, d], or broadcasts to it
+    "Means at positions, with RoPE applied where frequencies are given."
     mean = mean[..., None, :, None, :]
     if inv_freq is None:
         return mean
@@ -247,8 +250,13 @@ def decode_states(
     return restore_states(side, z.mT, positions, layer)
 
 
-def restore_states(side: SideCode, z: Tensor, positions: Tensor, layer: int) -> Tensor:
-    "Transformed states [B, H, n, d] of a layer at positions [B, n] in the model's basis."
+def restore_states(
+    side: SideCode,
+    z: Tensor,  # [B, H, n, d] fp32, as `look_up` has them
+    positions: Tensor,  # [B, n]
+    layer: int,  # that they are of, from 0
+) -> Tensor:  # [B, H, n, d] fp32
+    "Transformed states of a layer in the model's basis, their mean added."
     return z @ side.back[layer].mT + centre_at(side.mean[layer], positions, side.inv_freq)
 
 # %% ../../nbs/26_esm.ipynb #4f88a0ad
@@ -306,7 +314,9 @@ RECIPES = {
 RECIPES |= {f"{n}+": replace(r, outliers=0.01) for n, r in RECIPES.items()}
 
 
-def as_transform(recipe) -> tuple:  # (name, TransformRecipe)
+def as_transform(
+    recipe,  # a `TransformRecipe`, or a name in `RECIPES`
+) -> tuple:  # (name, TransformRecipe)
     "A recipe and its name, 'custom' for one without. Raises ValueError for an unknown name."
     if isinstance(recipe, TransformRecipe):
         return next((n for n, r in RECIPES.items() if r == recipe), "custom"), recipe
@@ -328,24 +338,41 @@ class CodeStatistics:
     gain: Tensor  # [L] energy of the final states' change over that of a layer's output
     moments: Moments = field(default_factory=Moments)
 
-    def mean(self, kind: str) -> Tensor:
+    def mean(
+        self,
+        kind: str,  # "key", "value", "rope" or "query"
+    ) -> Tensor:
         "[L, H, d] fp64 on the CPU."
         return self._of_layers(self.moments.mean, kind)
 
-    def mean_square(self, kind: str) -> Tensor:
+    def mean_square(
+        self,
+        kind: str,  # "key", "value", "rope" or "query"
+    ) -> Tensor:
         "[L, H, d, d] fp64 on the CPU; of queries weighed by their sensitivity."
         return self._of_layers(self.moments.mean_square, kind)
 
     def _of_layers(self, moment, kind: str) -> Tensor:
         return torch.stack([moment(kind, i).cpu() for i in range(len(self.gain))])
 
-    def metric(self, side: str) -> Tensor:
+    def metric(
+        self,
+        side: str,  # "key" or "value"
+    ) -> Tensor:
         "[L, H, d, d]: errors e of this side count as eᵀ M e."
         gain = self.gain[:, None, None, None]
         return gain * (self.mean_square("query") if side == "key" else self.output)
 
-    def take(self, layer, q, k, v, real, visible):
-        "Add the states [B, H, T, d] of one layer; `real` [B, T] is False for padding."
+    def take(
+        self,
+        layer,  # from 0
+        q,  # [B, H, T, d] scaled, after RoPE
+        k,  # [B, H, T, d] after RoPE, at positions 0 … T-1
+        v,  # [B, H, T, d]
+        real,  # [B, T] bool, False for padding
+        visible,  # bool, broadcasts to [B, H, T, T]: what a query sees
+    ):
+        "Add the states of one layer."
         q, k, v = q.float(), k.float(), v.float()
         flat = lambda x: x.transpose(1, 2)[real]  # [N, H, d]
         move = lambda x: x[layer].float().to(k.device)
@@ -386,7 +413,11 @@ class FittedTransform(NamedTuple):
         mean = centre_at(move(self.mean[layer]), first_positions(x), inv_freq)
         return (x.float() - mean) @ move(self.into[layer]).mT
 
-    def coded(self, bits: Tensor, levels: dict) -> SideCode:
+    def coded(
+        self,
+        bits: Tensor,  # [L, H, d] uint8
+        levels: dict,  # {bits: [channels that have so many, 2**bits]}
+    ) -> SideCode:
         "The code with tables of these bits, as `join_levels` takes them."
         fixed = (t.float().contiguous() for t in self[:3])
         inv_freq = None if self.inv_freq is None else self.inv_freq.float()
@@ -447,7 +478,10 @@ class _Counts:
         return y * self.step[:, None] + self.low[:, None]
 
 
-def lloyd_rows(h: _Counts, bits: int) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
+def lloyd_rows(
+    h: _Counts,  # histograms, a row for each channel
+    bits: int,  # from 0
+) -> tuple:  # (levels [rows, 2**bits] in bins, mse [rows])
     "Lloyd's method on every row, from the quantiles of the density's cube root."
     k = 2**bits
     pull = h.count.pow(1 / 3).cumsum(1)
@@ -471,7 +505,12 @@ def _grid(m: FittedTransform, bins: int) -> _Counts:
 class Histograms:
     "Fills histograms of the transformed channels; `take` as in `CodeStatistics`."
 
-    def __init__(self, fits, recipe, bins=1024):
+    def __init__(
+        self,
+        fits,  # {"key": FittedTransform, "value": the same}
+        recipe,  # a `TransformRecipe`: its sides say whether attention weighs what is counted
+        bins=1024,  # of a channel, over sixteen standard deviations to either side
+    ):
         self.out = {side: _grid(m, bins) for side, m in fits.items()}
         self.fits = fits
         self.recipe = recipe
@@ -608,7 +647,10 @@ class TransformCode:
         move = lambda s: SideCode(**{n: t.to(device) for n, t in s.tensors().items()})
         return replace(self, key=move(self.key), value=move(self.value))
 
-    def check_held_out(self, texts: list) -> None:
+    def check_held_out(
+        self,
+        texts: list,  # of str; case does not matter
+    ) -> None:
         "Raise ValueError, naming the first, if a text was one of the calibration."
         seen = set(self.hashes.tolist())
         for s in texts:
@@ -616,7 +658,9 @@ class TransformCode:
                 raise ValueError(f"{s[:20]}… ({len(s)} letters) is in the calibration set")
 
 
-def text_hashes(texts: list) -> Tensor:  # [n] int64, sorted
+def text_hashes(
+    texts: list,  # of str; case does not matter
+) -> Tensor:  # [n] int64, sorted
     "64 bits of the SHA-256 of each text in upper case."
     digest = lambda s: hashlib.sha256(s.upper().encode()).digest()[:8]
     return torch.tensor(sorted(int.from_bytes(digest(s), "little", signed=True) for s in texts))
@@ -662,7 +706,10 @@ def save_code(code: TransformCode, path) -> None:
     write_file(path, tensors, code.header | {"recipe": asdict(code.recipe)}, FORMAT)
 
 
-def load_code(path, device: torch.device | str = "cpu") -> TransformCode:
+def load_code(
+    path,
+    device: torch.device | str = "cpu",  # where its tables shall be
+) -> TransformCode:
     """Read it back. Raises FileNotFoundError, or ValueError for a file of another kind, a
     truncated or a changed one."""
     tensors, header = read_file(path, FORMAT, "code")

@@ -165,12 +165,21 @@ def _parts_of(x) -> list:
     return [getattr(x, n) for n in slots if hasattr(x, n)] + kept
 
 # %% ../../nbs/reference/evaluation_candidates.ipynb #e8d082f4
+def _span(x: Tensor | np.ndarray) -> tuple:
+    "The first byte of a tensor or array in memory, and one behind its last."
+    if isinstance(x, np.ndarray):
+        return x.ctypes.data, x.ctypes.data + x.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
 def held_bytes(
     x,  # a cache, or anything that holds tensors
 ) -> int:
-    "Bytes of all tensors and arrays that can be reached, each counted once."
+    """Bytes of all tensors and arrays that can be reached, each counted once: views of others
+    count with these."""
     seen = {}
-    sizes = {}
+    spans = []  # (first byte, one behind the last)
     todo = [x]
     while todo:
         y = todo.pop()
@@ -179,10 +188,13 @@ def held_bytes(
         seen[id(y)] = y  # kept, so that no other object gets its id
         inside = _parts_of(y)
         if isinstance(y, np.ndarray) or (isinstance(y, Tensor) and not inside and y.numel()):
-            at = y.ctypes.data if isinstance(y, np.ndarray) else y.data_ptr()
-            sizes[at, y.nbytes] = y.nbytes
+            spans.append(_span(y))
         todo += inside
-    return sum(sizes.values())
+    total = end = 0
+    for first, last in sorted(spans):
+        total += max(0, last - max(first, end))
+        end = max(end, last)
+    return total
 
 
 def bits_per_value(

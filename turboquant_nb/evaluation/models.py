@@ -32,7 +32,9 @@ from .. import checks
 from ..files import cache_dir
 
 # %% ../../nbs/reference/evaluation_models.ipynb #3f6b9d1c
-def import_extra(module: str):  # the imported module
+def import_extra(
+    module: str,  # its full name
+):  # the imported module
     "Import an optional module; ImportError names the extra that installs it."
     try:
         return importlib.import_module(module)
@@ -327,7 +329,9 @@ def hushed(
 
 
 @contextmanager
-def quiet_loading(local: bool):
+def quiet_loading(
+    local: bool,  # the files lie here: not even the bar of what reads their weights
+):
     "`hushed`, with bars where they are for downloads, without any for local files."
     reader = redirect_stderr(StringIO()) if local else nullcontext()  # has a bar of its own
     with hushed(local), reader:
@@ -385,12 +389,16 @@ def _intact(folder: Path) -> bool:
         return False
 
 
-def float32_copy(path: Path) -> Path:
+def float32_copy(
+    path: Path,  # of the GGUF file
+) -> Path:  # a folder, there or not
     "Where the float32 copy of the embedded model is kept."
     return path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
 
 
-def locate_embedded(progress: bool) -> tuple[str, str | None, bool]:
+def locate_embedded(
+    progress: bool,  # say on stderr what a first use does
+) -> tuple[str, str | None, bool]:  # (folder, GGUF file or None, True)
     """Where the embedded model is loaded from, as `locate_model` says it: the folder of a
     float32 copy (0.5 GB), which loads quickly and is made once, else its GGUF file."""
     path = embedded_path(progress)
@@ -418,7 +426,9 @@ def locate_embedded(progress: bool) -> tuple[str, str | None, bool]:
     return (str(dense), None, True) if _intact(dense) else (str(path.parent), path.name, True)
 
 # %% ../../nbs/reference/evaluation_models.ipynb #b60df2a6
-def locate_model(name: str | os.PathLike) -> tuple[str, str | None, bool]:
+def locate_model(
+    name: str | os.PathLike,  # a folder, a .gguf file or a hub id
+) -> tuple[str, str | None, bool]:
     "(folder or hub id, GGUF file or None, local?) for what the user typed."
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"name must be a path or a hub id, got {type(name).__name__}")

@@ -42,7 +42,10 @@ class Pair:
         "Some rows of the batch."
         return Pair(self.exact[rows], self.coded[rows], self.sinks, self.recent)
 
-    def is_exact(self, n: int) -> Tensor:  # [n, T] bool
+    def is_exact(
+        self,
+        n: int,  # queries: the last of T tokens
+    ) -> Tensor:  # [n, T] bool
         "Which tokens are met exactly by equation (28.1), for the last n tokens as queries."
         T = self.shape[2]
         t = torch.arange(T - n, T, device=self.device)[:, None]
@@ -120,7 +123,13 @@ def attending(
 class PairLayer(DynamicLayer):
     "Holds every state as it came and as a layer of ours codes it."
 
-    def __init__(self, layer: TurboQuantLayer, exact_dtype: torch.dtype, all_quantised: bool):
+    def __init__(
+        self,
+        layer: TurboQuantLayer,  # whose store codes the states
+        exact_dtype: torch.dtype,  # that exact states are held in
+        # no token is recent: each is met as its codes decode, but for sinks
+        all_quantised: bool,
+    ):
         super().__init__()
         self.layer = layer
         self.exact_dtype = exact_dtype
@@ -128,7 +137,11 @@ class PairLayer(DynamicLayer):
         # tokens that are met exactly
         self.recent = 0 if all_quantised else max(self.recipe.recent, 1)
 
-    def append(self, k: Tensor, v: Tensor):
+    def append(
+        self,
+        k: Tensor,  # [B, H, n, d]
+        v: Tensor,  # [B, H, n, d]
+    ):
         "Into the store."
         if not self.layer.is_initialized:
             self.layer.lazy_initialization(k, v)
@@ -144,7 +157,10 @@ class PairLayer(DynamicLayer):
             out.append(side.out_of_frame(found))
         return out
 
-    def sure(self, states: tuple) -> list:  # [B, H, T] bool each
+    def sure(
+        self,
+        states: tuple,  # (keys, values), exact, [B, H, T, d]
+    ) -> list:  # [B, H, T] bool each
         "Which keys, and which values, every program codes alike: `decided`."
         s = self.layer.store
         out = []
@@ -153,7 +169,13 @@ class PairLayer(DynamicLayer):
             out.append(decided(side.q, side.into_frame(x), center).all(-1))
         return out
 
-    def update(self, key_states, value_states, *args, **kwargs):
+    def update(
+        self,
+        key_states,  # [B, H, n, d], in the model's dtype like the result
+        value_states,  # [B, H, n, d]
+        *args,
+        **kwargs,
+    ):  # (keys, values), each a `Pair` of all T tokens
         "Keep n tokens; return both versions of all."
         dtype = key_states.dtype
         rule = self.recipe.sinks, self.recent
@@ -163,7 +185,7 @@ class PairLayer(DynamicLayer):
         both = zip(exact, self.decoded())
         return tuple(Pair(x.to(dtype), c.to(dtype), *rule) for x, c in both)
 
-
+# %% ../../nbs/28_score.ipynb #c0857007
 def pair_cache(
     model,
     recipe,  # of ours, or a list with one per layer
@@ -178,7 +200,9 @@ def pair_cache(
     return Cache(layers=[pair(x) for x in layers])
 
 
-def pair_layers(cache) -> dict:  # {index: PairLayer}
+def pair_layers(
+    cache,  # any; one without such layers gives an empty dict
+) -> dict:  # {index: PairLayer}
     "The layers of a cache that hold pairs."
     layers = enumerate(getattr(cache, "layers", ()))
     return {i: x for i, x in layers if isinstance(x, PairLayer)}
@@ -205,13 +229,19 @@ from .models import sample_text
 PROTOCOLS = {"decode": "decode", "stress": "all-quantised", "chunk": "chunk"}
 
 
-def leading_tokens(tokenizer) -> list:
+def leading_tokens(
+    tokenizer,  # of transformers
+) -> list:  # of int; empty where it puts none
     "Tokens that the tokenizer puts before every text."
     bare = tokenizer("a", add_special_tokens=False).input_ids
     return tokenizer("a").input_ids[: -len(bare)]
 
 
-def not_enough(got: int, asked: int, length: int) -> str:
+def not_enough(
+    got: int,  # windows that the text gives
+    asked: int,  # windows that were asked for, >= 1
+    length: int,  # tokens of a window
+) -> str:
     "What is said of a text that gives fewer windows than were asked for."
     want = (
         f"{asked} windows of {length:,} tokens were"
@@ -290,7 +320,11 @@ class OnePass:
     layer: type = PairLayer  # what holds the states of one layer
     name = "one_pass"
 
-    def refuses(self, candidate: Candidate, protocol: str) -> str:
+    def refuses(
+        self,
+        candidate: Candidate,
+        protocol: str,  # a key of `PROTOCOLS`
+    ) -> str:
         "Why this cannot read a candidate; empty where it can."
         if candidate.recipe is None:
             return "its codes are not ours"
@@ -300,7 +334,16 @@ class OnePass:
             return "a chunk attends to itself exactly, which no step does"
         return ""
 
-    def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
+    def predict(
+        self,
+        model,
+        ids,  # [n, L] windows on the model's device
+        candidate,  # one that this does not refuse
+        protocol,  # "decode" or "stress"
+        prompt,  # P
+        # of the first P tokens; None: read here, where the protocol needs it
+        start: Prefill | None,
+    ) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
         every = protocol == "stress"
         dtype = candidate.dtype or model.dtype
@@ -313,7 +356,14 @@ class OnePass:
             rest = model(ids[:, prompt:-1], past_key_values=start.fill(cache)).logits
         return torch.cat([start.logits, rest], 1), cache
 
-    def bits(self, model, candidate, cache, prompt: int, rows: int) -> float:
+    def bits(
+        self,
+        model,
+        candidate,  # whose own cache is filled
+        cache,  # that `predict` gave: exact states are taken from it
+        prompt: int,  # P
+        rows: int,  # sequences that were read; the first one is counted
+    ) -> float:
         "Bits per value of a real cache that holds the first window, prompt first."
         real = candidate.new()
         with attending(model):
@@ -333,11 +383,24 @@ class Steps:
 
     name = "steps"
 
-    def refuses(self, candidate: Candidate, protocol: str) -> str:
+    def refuses(
+        self,
+        candidate: Candidate,
+        protocol: str,  # a key of `PROTOCOLS`
+    ) -> str:
         "Nothing: every cache can be read so."
         return ""
 
-    def predict(self, model, ids, candidate, protocol, prompt, start: Prefill | None) -> tuple:
+    def predict(
+        self,
+        model,
+        ids,  # [n, L] windows on the model's device
+        candidate,  # a `Candidate`
+        protocol,  # a key of `PROTOCOLS`
+        prompt,  # P
+        # of the first P tokens; None: read here, where the protocol needs it
+        start: Prefill | None,
+    ) -> tuple:
         "(logits [n, L - P, V], the cache that they were read from)."
         cache = candidate.new()
         if protocol == "stress":
@@ -353,7 +416,14 @@ class Steps:
                 rest = self.decode(model, ids, cache, prompt, candidate.block)
         return torch.cat([start.logits, *rest], 1), cache
 
-    def decode(self, model, ids, cache, first: int, block: int = 1) -> list:
+    def decode(
+        self,
+        model,
+        ids,  # [n, L] windows
+        cache,  # holds the tokens before `first`
+        first: int,  # index of the first token that is fed
+        block: int = 1,  # tokens of a block
+    ) -> list:  # logits [n, 1 or more, V] of each call of the model
         """Logits of tokens first+1 … L-1, step by step. Of a block all but the last come at
         once; 0: all tokens are one."""
         last = ids.shape[1] - 1
@@ -365,11 +435,18 @@ class Steps:
         at = sorted({i for i in at if i < last} | {last})
         return [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(at, at[1:])]
 
-    def bits(self, model, candidate, cache, prompt: int, rows: int) -> float:
+    def bits(
+        self,
+        model,
+        candidate,
+        cache,  # that `predict` gave
+        prompt: int,
+        rows: int,  # sequences in it
+    ) -> float:
         "Bits per value of the cache that was read, with all its sequences."
         return bits_per_value(cache, model, rows)
 
-
+# %% ../../nbs/28_score.ipynb #9ba63337
 def _read_back(cache, flush: int):
     """From now on the cache pushes a layer's whole text out of the recent tokens, and hands
     back what its codes stand for."""
@@ -475,7 +552,11 @@ def _compare(logits, targets, reference=None) -> list:
     return [torch.stack(x) for x in zip(*out)]
 
 
-def check_windows(ids, protocol: str, prompt: int) -> None:
+def check_windows(
+    ids,  # [n, L] integers
+    protocol: str,  # a key of `PROTOCOLS`
+    prompt: int,  # P, from 1 to L - 2
+) -> None:
     """Raise TypeError/ValueError for ids that are no windows, an unknown protocol, a prompt
     that leaves nothing to score."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
@@ -581,9 +662,11 @@ def one_pass_gap(
     return max(_layer_gap(layers[i], part) for i, part in calls.items())
 
 
-def gap_limit(model, recipe) -> float:
-    """The right side of equation (28.2) for a model and a recipe of ours (or a list, one per
-    layer)."""
+def gap_limit(
+    model,  # whose dtype states are handed over in
+    recipe,  # a preset, a `Recipe`, or a list of them
+) -> float:  # relative difference of a vector
+    "The right side of equation (28.2) for a model and a recipe of ours, or one per layer."
     ours = as_candidate(model, recipe, "recipe").recipe
     each = ours if isinstance(ours, list) else [ours]
     scales = {getattr(torch, s.scale_dtype) for r in each for s in (r.key, r.value)}
@@ -756,7 +839,7 @@ def _dense(query, key, value, mask, scaling, softcap, s_aux):
     k, v = (Pair(x, x) for x in (key, value))
     return mixed_attention(query, k, v, exact, visible, scaling, softcap, s_aux)
 
-
+# %% ../../nbs/28_score.ipynb #51414c76
 def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
     "{(name, layer): what one window says of it}."
     caches = [(x.name, x.new()) for x in candidates]

@@ -52,9 +52,13 @@ def _recurrent(layer, index: int) -> dict:  # {name: tensor}
 
 
 @patch
-def save(self: TurboQuantCache, path, more: dict | None = None) -> None:
-    """All layers to one file; `more` joins its header. Raises ValueError for an empty cache,
-    and OSError, which leaves what was there."""
+def save(
+    self: TurboQuantCache,
+    path,  # of the file to write; what was there stays until all is written
+    more: dict | None = None,  # fields that its header gets besides, of what JSON holds
+) -> None:
+    """All layers to one file. Raises ValueError for an empty cache, and OSError, which leaves
+    what was there."""
     if not all(x.is_initialized for x in self.coded_layers):
         raise ValueError("only a filled cache can be saved")
     self.check()
@@ -236,7 +240,9 @@ def from_states(
     return cache
 
 
-def read_states(path) -> tuple:  # (tensors on the CPU, header)
+def read_states(
+    path,  # of a file of `save`
+) -> tuple:  # (tensors on the CPU, header)
     "What `save` wrote. Raises as `read_file`, and ValueError for files of before."
     with suppress(OSError), open(path, "rb") as file:
         if file.read(8) == b"TQNBCOLD":

@@ -13,6 +13,7 @@ from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..kernels import ops
@@ -57,7 +58,14 @@ class CodedStates(Handle):
     expansion: Expansion | None = None
 
     @classmethod
-    def pair(cls, layer, states: tuple, first: int, fresh=False, drafts: int = 0) -> tuple:
+    def pair(
+        cls,
+        layer,  # a `TurboQuantLayer`
+        states: tuple,  # (keys, values) of the chunk, [B, H, n, d]
+        first: int,  # position of the first token that queries of the chunk can see
+        fresh=False,  # whether nothing was held before the chunk
+        drafts: int = 0,  # tokens at the end of a first chunk that may be taken back
+    ) -> tuple:
         "What the 'turboquant' attention takes: keys, values."
         k, v = near = states
         if layer.tail is not None:
@@ -66,11 +74,6 @@ class CodedStates(Handle):
             near = k[:, :, -drafts:], v[:, :, -drafts:]
         keys = cls(layer, k, first, fresh, near[0], drafts)
         return keys, cls(layer, v, first, fresh, near[1], drafts)
-
-    def with_chunk(self, chunk: Tensor, fresh: bool, near: Tensor | None = None):
-        "The handle of other states of the same layer, without drafts; near=None: the chunk."
-        near = chunk if near is None else near
-        return replace(self, chunk=chunk, fresh=fresh, near=near, drafts=0)
 
     def attend(self, own, module, query, value, mask, **kwargs):
         "Attention on codes, whatever the model's `own` is."
@@ -108,6 +111,18 @@ class CodedStates(Handle):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise TypeError(f"{getattr(func, '__name__', func)}: {_NOT_A_TENSOR}")
+
+# %% ../../nbs/23_graphs.ipynb #fad90479
+@patch
+def with_chunk(
+    self: CodedStates,
+    chunk: Tensor,  # [B, H, n, d]
+    fresh: bool,  # whether it is the first one
+    near: Tensor | None = None,  # exact states of the newest m >= n tokens; None: the chunk
+):
+    "The handle of other states of the same layer, without drafts."
+    near = chunk if near is None else near
+    return replace(self, chunk=chunk, fresh=fresh, near=near, drafts=0)
 
 # %% ../../nbs/23_graphs.ipynb #85ef7537
 def _window_of(mask_function):
@@ -157,13 +172,13 @@ def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
 # %% ../../nbs/23_graphs.ipynb #8ffb6ff7
 def mask_on_codes(
     batch_size,
-    q_length,
-    kv_length,
-    q_offset=0,
-    kv_offset=0,
-    mask_function=causal_mask_function,
-    attention_mask=None,
-    **kwargs,
+    q_length,  # n
+    kv_length,  # T; a `MaskLength` says of which cache
+    q_offset=0,  # position of the first query
+    kv_offset=0,  # position of the first key
+    mask_function=causal_mask_function,  # of transformers: whether a query sees a key
+    attention_mask=None,  # [B, T], 1 = real; None: no padding
+    **kwargs,  # passed on to `sdpa_mask`
 ):
     """The mask for attention on codes: None where causal order, left padding and
     sliding window say all of it, else bool [B, 1, n, T]. Takes what transformers gives every
@@ -321,7 +336,7 @@ def _prefill_and_drafts(call: AttentionCall) -> Tensor:
     rest = _on_codes(_rows(call, slice(last, None))._replace(key=k, value=v))
     return torch.cat([out, rest], 2)
 
-
+# %% ../../nbs/23_graphs.ipynb #0dff023f
 def _rule(layer, call: AttentionCall, backend: str) -> Rule:
     """How a layer attends on codes, made once. A sink's logit is the model's, which no cache
     keeps: it joins later."""
@@ -382,7 +397,7 @@ def _call_on(layer, call: AttentionCall) -> Call:
     rule, lse = _rule(layer, call, ask), call.sink is not None
     return Call(rule, layer.store, query, k, v, mask, first, recent, lse, bias)
 
-
+# %% ../../nbs/23_graphs.ipynb #7743c938
 @lru_cache
 def _say_fallback(name: str, why: str) -> None:
     "Once: what this machine lacks, which makes steps slower than they might be."
@@ -417,7 +432,15 @@ def _note_fallback(layer, ours: Call, name: str, why: str) -> None:
         _say_fallback(name, why)
 
 # %% ../../nbs/23_graphs.ipynb #614d6c52
-def serve_codes(own, module, query, key: CodedStates, value: CodedStates, mask, **kwargs):
+def serve_codes(
+    own,  # the attention that the model called; not called
+    module,  # the attention module that calls
+    query,  # [B, Hq, n, d]
+    key: CodedStates,
+    value: CodedStates,
+    mask,  # broadcasts to [B, Hq, n, T], bool or added to scores; None: causal
+    **kwargs,  # of transformers' attention interface, such as scaling
+):  # (output [B, n, Hq, d], None), as transformers wants them
     "Attention on codes in place of the model's `own`."
     kind = query.device.type
     if torch.is_autocast_enabled(kind):

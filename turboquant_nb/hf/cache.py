@@ -187,7 +187,10 @@ class Flags:
         "Whether one of them is up."
         return any(bool(host.any()) for host, _ in self.sent)
 
-    def send(self, layers: list) -> None:
+    def send(
+        self,
+        layers: list,  # of `TurboQuantLayer`; those without a store have no flags
+    ) -> None:
         "Start copying the flags of today."
         by_device, self.sent = {}, []
         for x in layers:
@@ -416,7 +419,11 @@ class TurboQuantCache(Cache):
         codes."""
         return self.recipes[0] if len(set(self.recipes)) == 1 else self.recipes
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(
+        self,
+        query_length: int,  # new tokens of each row
+        layer_idx: int = 0,
+    ) -> tuple[int, int]:  # (length, first)
         "Length and first position of the keys that the next update of a layer returns."
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.get_mask_sizes, query_length, layer_idx)
@@ -434,7 +441,14 @@ class TurboQuantCache(Cache):
             return eagerly(self.get_seq_length, layer_idx)
         return super().get_seq_length(layer_idx)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self,
+        key_states: Tensor,  # [B, H, n, d] after RoPE
+        value_states: Tensor,  # [B, H, n, d_value]
+        layer_idx: int,  # of the model, from 0
+        *args,
+        **kwargs,
+    ):  # (keys, values): `CodedStates`, or dense tensors
         """Code n tokens of a layer; see `TurboQuantLayer.update`. Raises ValueError for a layer
         that the cache does not have."""
         if layer_idx >= len(self.layers):
@@ -510,7 +524,10 @@ class TurboQuantCache(Cache):
                 self.check()
         return lengths
 
-    def look_at_first(self, stores: list) -> None:
+    def look_at_first(
+        self,
+        stores: list,  # of `KVStore`, those of the first chunks
+    ) -> None:
         """Wait for the devices, once, after a pass in which kernels coded first chunks. Raises
         ValueError for states that they refuse; the cache is empty then."""
         by_device = {}
@@ -546,7 +563,10 @@ class TurboQuantCache(Cache):
                 "make a cache for each; cache.recover() frees one whose pass was broken off"
             )
 
-    def take(self, hooked: bool) -> bool:
+    def take(
+        self,
+        hooked: bool,  # a hook of the model begins it, and one will end it
+    ) -> bool:
         """Begin a pass of this thread, by a hook of a model or by the first layer; False if it
         runs already. Raises as `check_thread`."""
         new = Pass(hooked)
@@ -598,7 +618,10 @@ class TurboQuantCache(Cache):
         "Whose states are held, see `weights_of`; None: not known, as of a config."
         return self.held_weights if self.model is None else weights_of(self.model)
 
-    def recognise(self, model) -> None:
+    def recognise(
+        self,
+        model,  # of transformers, whose forward was called
+    ) -> None:
         """Note which model runs. Raises ValueError where other weights, or other adapters, made
         the states that are held."""
         known, now = self.model, adapters_of(model)
@@ -617,7 +640,10 @@ class TurboQuantCache(Cache):
                 "part now: make a cache for each, or call cache.reset()"
             )
 
-    def check_model(self, config) -> None:
+    def check_model(
+        self,
+        config,  # of transformers; of a model with several parts its decoder counts
+    ) -> None:
         """Raise ValueError, saying what differs, if the cache was built for another model than
         the one with this config."""
         if config.get_text_config(decoder=True) is self.config:
@@ -629,7 +655,15 @@ class TurboQuantCache(Cache):
                 f"this cache was built for another model: it has {'; '.join(differ)}"
             )
 
-    def hear(self, layer, batch: int, n: int, attention_mask, config):
+    def hear(
+        self,
+        layer,  # the coded layer that the mask is for
+        batch: int,  # rows
+        n: int,  # new tokens of each
+        # [B, held + n], 1 = real; None, or of four dimensions: says nothing of padding
+        attention_mask,
+        config,  # of the model; not looked at
+    ):
         """What a mask function of transformers is asked before a pass of n tokens: refuse what
         does not fit, and learn what padding there is. Returns the mask function for attention
         on codes, None where the model's own is right."""
@@ -754,7 +788,10 @@ def activate_past_recording(self: TurboQuantCache) -> None:
 
 # %% ../../nbs/reference/hf_cache.ipynb #0d18cb0e
 @patch
-def rows_changed(self: TurboQuantLayer, starts: tuple) -> None:
+def rows_changed(
+    self: TurboQuantLayer,
+    starts: tuple,  # leading padding of each row
+) -> None:
     """Note where the rows begin that there are now. Of what was kept for the last chunk,
     nothing fits them."""
     self.starts, self.tail = starts, None
@@ -807,7 +844,10 @@ def _check_rows(beam_idx, batch: list) -> None:
 
 
 @patch
-def reorder_cache(self: TurboQuantCache, beam_idx: Tensor) -> None:
+def reorder_cache(
+    self: TurboQuantCache,
+    beam_idx: Tensor,  # integers from 0 to B - 1, as many as there shall be rows
+) -> None:
     """Row i becomes old row beam_idx[i], in every layer; the device is waited for once, and
     only where rows differ in their padding. What is raised between two layers is raised when
     the others have these rows, too; where they cannot, or states are recurrent, the cache is
@@ -894,7 +934,10 @@ class Default:
         "A new cache. Raises ValueError for settings that do not fit the model."
         return TurboQuantCache(self.model(), **self.settings)
 
-    def add(self, given: dict) -> dict:
+    def add(
+        self,
+        given: dict,  # its arguments by name
+    ) -> dict:  # {name: value}; empty where the call brings or wants another cache
         "What a call of `generate` gets besides its arguments."
         own, config = self.model().generation_config, given.get("generation_config")
 
@@ -929,6 +972,8 @@ def enable(
     return default
 
 
-def disable(model) -> None:
+def disable(
+    model,  # of transformers, or what torch.compile made of it
+) -> None:
     "Let a model generate as it did before `enable`."
     GenerateWith.take(getattr(model, "_orig_mod", model))

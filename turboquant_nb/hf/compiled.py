@@ -109,7 +109,14 @@ def step_rotations(
 class StepPart:
     "Stands in the place of what is compiled: a part's `forward`, or the function of RoPE."
 
-    def __init__(self, own, name: str, tokens: int, steps: "CompiledSteps", options: dict):
+    def __init__(
+        self,
+        own,  # what stands there: a bound `forward`, or a function
+        name: str,  # of its kind, by which failures are noted
+        tokens: int,  # dimension of its first argument in which the tokens of a row lie
+        steps: "CompiledSteps",  # which says when it runs compiled
+        options: dict,  # of `torch.compile`; they replace those that are set here
+    ):
         self.own, self.name = own, name
         self.tokens = tokens
         self.steps = steps
@@ -141,7 +148,11 @@ class StepAttention:
     """Stands in the place of an attention's `forward`: the same code, in which `_ROPE` is
     another function. The name in the model's module stays, and with it all other models."""
 
-    def __init__(self, attention: nn.Module, rope: Callable):
+    def __init__(
+        self,
+        attention: nn.Module,  # whose `forward` calls `_ROPE` by its name
+        rope: Callable,  # what it shall call instead
+    ):
         self.attention, own = attention, type(attention).forward
         self.forward = FunctionType(
             own.__code__, own.__globals__ | {_ROPE: rope}, own.__name__, own.__defaults__
@@ -159,7 +170,10 @@ class AttentionBetween:
     """Stands in the place of the attention of a layer that is compiled around it: Python runs
     it, between the layer's two graphs. What it gave in a pass can be had again."""
 
-    def __init__(self, forward: Callable):
+    def __init__(
+        self,
+        forward: Callable,  # of the attention, bound to it
+    ):
         self.forward, self.pass_ = forward, threading.local()
 
     @torch.compiler.disable
@@ -186,7 +200,14 @@ class StepLayer(StepPart):
     """Stands in the place of a layer's `forward`. Its attention writes into the cache, so where
     compiling fails the rest runs as it is on what the attention gave."""
 
-    def __init__(self, own, name: str, between: AttentionBetween, steps, options: dict):
+    def __init__(
+        self,
+        own,  # the layer's `forward`, bound to it
+        name: str,  # of its kind, by which failures are noted
+        between: AttentionBetween,  # stands in the place of its attention
+        steps,  # which says when it runs compiled
+        options: dict,  # of `torch.compile`; they replace those that are set here
+    ):
         super().__init__(own, name, 1, steps, dict(fullgraph=False) | options)
         self.between = between
 
@@ -271,11 +292,18 @@ class CompiledSteps:
                 if not self.users:
                     self.undo()
 
-    def leaves(self, name: str) -> bool:
+    def leaves(
+        self,
+        name: str,  # of the kind: the part's class, or the function of RoPE
+    ) -> bool:
         "Whether parts of a kind run as they are."
         return bool(self.refused) if self.together else name in self.refused
 
-    def refuse(self, name: str, error: Exception) -> None:
+    def refuse(
+        self,
+        name: str,  # as for `leaves`
+        error: Exception,  # what the compiler raised
+    ) -> None:
         "Leave parts of a kind as they are, which could not be compiled; it is said once."
         if self.leaves(name):
             return
@@ -368,19 +396,30 @@ class StepChoice:
             held = vars(model)[_CHOSEN] = cls()
         return held
 
-    def due(self, layers: int) -> int:
+    def due(
+        self,
+        layers: int,  # of the model
+    ) -> int:
         "After how many steps of a size they run compiled."
         return math.ceil(self.seconds / (self.saved * layers))
 
-    def count(self, size: tuple, layers: int) -> bool:
+    def count(
+        self,
+        size: tuple,  # (sequences, tokens of each)
+        layers: int,  # of the model
+    ) -> bool:
         "Note a step that was replayed; whether the next one is the first to be compiled."
         self.replayed[size] += 1
         return self.replayed[size] == self.due(layers) and len(self.sizes) < self.most
 
     def ready(
-        self, model: nn.Module, size: tuple, layers: int, settings
-    ) -> CompiledSteps | None:
-        "What shall stand in the model in a step, whose `settings` are as they are now."
+        self,
+        model: nn.Module,
+        size: tuple,  # (sequences, tokens of each)
+        layers: int,  # of the model
+        settings,  # of the model now; others than before: it is looked at anew
+    ) -> CompiledSteps | None:  # None: nothing
+        "What shall stand in the model in a step."
         if self.replayed[size] < self.due(layers) or not (
             size in self.sizes or len(self.sizes) < self.most
         ):
@@ -393,7 +432,11 @@ class StepChoice:
         self.sizes.add(size)
         return self.steps
 
-    def said(self, model: nn.Module, layers: int) -> str:
+    def said(
+        self,
+        model: nn.Module,
+        layers: int,  # of the model
+    ) -> str:
         "For a report."
         refused = {} if self.steps is None else self.steps.refused
         why = self.why or next((f"{name}: {x}" for name, x in refused.items()), "")

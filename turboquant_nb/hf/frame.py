@@ -127,14 +127,19 @@ def text_ids(
     return ids
 
 
-def drawn_ids(model, length: int | None = None) -> Tensor:  # [4, tokens]
+def drawn_ids(
+    model,  # of transformers
+    length: int | None = None,  # tokens of a window; None: `WINDOW`, or all that fit
+) -> Tensor:  # [4, tokens]
     "Ids by Zipf's law over the vocabulary's order, the same in each call."
     length, generator = _length(model, length), torch.Generator("cpu").manual_seed(0)
     rank = torch.arange(1, _vocabulary(model) + 1, dtype=torch.float64, device="cpu")
     return torch.multinomial(1 / rank, 4 * length, True, generator=generator).view(4, length)
 
 # %% ../../nbs/reference/hf_frame.ipynb #50a0000a
-def rope_frequencies(info: ModelInfo) -> list:
+def rope_frequencies(
+    info: ModelInfo,  # of the model
+) -> list:  # of fp32 on the CPU, in the order of all layers
     "The frequencies of RoPE [r/2] of each layer, or None."
     known = [x.inv_freq for x in info.layers]
     return [None if x is None else torch.tensor(x, dtype=torch.float32) for x in known]
@@ -201,7 +206,11 @@ def _patience(model, tokens: int, seconds: float = 2.0):
         timer.cancel()
 
 
-def provenance(model, ids: Tensor, skip: int) -> dict:
+def provenance(
+    model,  # of transformers
+    ids: Tensor,  # [windows, tokens] that were read
+    skip: int,  # first tokens of a window that did not count
+) -> dict:  # of what JSON holds
     "Where a calibration comes from: model, texts, versions."
     return {
         "about": read_facts(model.config),
@@ -214,7 +223,11 @@ def provenance(model, ids: Tensor, skip: int) -> dict:
     }
 
 
-def check_ids(ids, skip: int, batch: int = 1) -> None:
+def check_ids(
+    ids,  # [windows, tokens] of any integer type
+    skip: int,  # first tokens of a window that do not count, >= 0
+    batch: int = 1,  # windows at a time, >= 1
+) -> None:
     "Raise TypeError/ValueError for what are no windows."
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids must be a tensor [windows, tokens], got {type(ids).__name__}")
@@ -377,7 +390,9 @@ def frame_of(
         return found
 
 
-def came_from(frame: Calibration | None) -> str:
+def came_from(
+    frame: Calibration | None,  # None: the keys are coded without one
+) -> str:  # "none", "given", `TEXT` or `DRAWN`
     "How a cache has got the `Calibration` that holds its frame."
     if frame is None:
         return "none"

@@ -10,6 +10,7 @@ import gc
 from copy import copy
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +32,11 @@ class CapturedSteps:
         self.tail = None  # where the step that was captured last leaves exact states
         self.rings = None  # of all layers while a runner captures: slots of a ring, by its size
 
-    def settle(self, layer, key_states: Tensor) -> None:
+    def settle(
+        self,
+        layer,  # a `TurboQuantLayer` whose store is there
+        key_states: Tensor,  # [B, H, n, d], of which shape, dtype and device count
+    ) -> None:
         "Choose what codes and what attends, by the shape of a chunk."
         b, h, _, d = key_states.shape
         d += layer.store.value.q.d if layer.latent else 0
@@ -45,51 +50,72 @@ class CapturedSteps:
         if coder.backend == "triton":
             prepare(layer.store)  # a graph cannot copy tables to the device
 
-    def unfit(self, store) -> list:
+    def unfit(
+        self,
+        store,  # of the layer that was settled
+    ) -> list:  # of choices, each with `backend` and `why`; empty: nobody
         "Who would wait for the device, of those that code and attend."
         coding, attention = self.backends["coding"], self.backends["attention"]
         own = any(part.q.code.refuses("encode") for part in store.parts)  # no kernel codes it
         out = [] if coding.backend == "triton" or own else [coding]
         return out + ([] if ops.BACKENDS[attention.backend].recorded else [attention])
 
-    def hold_still(self, layer) -> None:
+    def hold_still(
+        self,
+        layer,  # a `TurboQuantLayer` whose store is there
+    ) -> None:
         "Let no tensor of the layer move until its store is full, or `make_growing` is called."
         if not layer.store.clock.fixed:
             layer.store = counted_by_device(layer.store, layer.max_length)
             self.settle(layer, layer.store.key.tensors["sinks"])
 
-    @without_autograd
-    def newest(self, store: KVStore, *states: Tensor) -> tuple:
-        """Recent tokens in order, then new states, as `tail_with` has them. Layers that a
-        runner captures are equally long, so slots are computed once for all."""
-        rings, recent = {} if self.rings is None else self.rings, store.recipe.recent
-        if recent not in rings:
-            rings[recent] = store.clock.ring(store)[1]
-        both = zip(store.parts, states)
-        return tuple(torch.cat([p.exact.recent[:, :, rings[recent]], x], 2) for p, x in both)
+# %% ../../nbs/23_graphs.ipynb #24bbe5c3
+@patch
+@without_autograd
+def newest(
+    self: CapturedSteps,
+    store: KVStore,
+    *states: Tensor,  # new keys, then new values, [B, H, n, d]
+) -> tuple:
+    """Recent tokens in order, then new states, as `tail_with` has them. Layers that a
+    runner captures are equally long, so slots are computed once for all."""
+    rings, recent = {} if self.rings is None else self.rings, store.recipe.recent
+    if recent not in rings:
+        rings[recent] = store.clock.ring(store)[1]
+    both = zip(store.parts, states)
+    return tuple(torch.cat([p.exact.recent[:, :, rings[recent]], x], 2) for p, x in both)
 
-    def append(self, layer, key_states: Tensor, value_states: Tensor) -> tuple:
-        """`update` in a captured step. Raises ValueError where the model does not attend on
-        codes."""
-        states, n = (key_states, value_states), key_states.shape[2]
-        if not layer.on_codes:
-            why = layer.reader.obstacle.why
-            raise ValueError(f"captured steps need attention on codes: {why}")
-        few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
-        near = self.newest(layer.store, *states) if few else states
-        if not torch.compiler.is_compiling():
-            self.tail = near if few else None  # a replay leaves them there, for a crop after it
-        ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)
-        return tuple(CodedStates(layer, x, 0, False, t) for x, t in zip(states, near))
 
-    def attend(self, call: Call) -> Answer:
-        "By the settled backend, by PyTorch for what it was not asked about."
-        if call.mask is not None:  # a model that is compiled makes it without our padding
-            places = torch.arange(call.mask.shape[3], device=call.q.device)
-            real = places >= call.store.start[:, None, None, None]
-            call = call._replace(mask=call.mask & real)
-        few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
-        return ops.serve(call, self.backends["attention"].backend if few else "torch")
+@patch
+def append(
+    self: CapturedSteps,
+    layer,  # a `TurboQuantLayer` that was settled
+    key_states: Tensor,  # [B, H, n, d], in the frame of the store
+    value_states: Tensor,  # [B, H, n, d_value]
+) -> tuple:  # (keys, values), each `CodedStates`
+    """`update` in a captured step. Raises ValueError where the model does not attend on
+    codes."""
+    states, n = (key_states, value_states), key_states.shape[2]
+    if not layer.on_codes:
+        why = layer.reader.obstacle.why
+        raise ValueError(f"captured steps need attention on codes: {why}")
+    few = layer.recipe.recent and (layer.serves_steps(n) or (n == 1 and layer.drafting))
+    near = self.newest(layer.store, *states) if few else states
+    if not torch.compiler.is_compiling():
+        self.tail = near if few else None  # a replay leaves them there, for a crop after it
+    ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)
+    return tuple(CodedStates(layer, x, 0, False, t) for x, t in zip(states, near))
+
+
+@patch
+def attend(self: CapturedSteps, call: Call) -> Answer:
+    "By the settled backend, by PyTorch for what it was not asked about."
+    if call.mask is not None:  # a model that is compiled makes it without our padding
+        places = torch.arange(call.mask.shape[3], device=call.q.device)
+        real = places >= call.store.start[:, None, None, None]
+        call = call._replace(mask=call.mask & real)
+    few = call.mask is None and call.bias is None and call.q.shape[2] <= 16
+    return ops.serve(call, self.backends["attention"].backend if few else "torch")
 
 # %% ../../nbs/23_graphs.ipynb #024f6c1b
 # device -> the stream on which graphs are captured: one, since each has a workspace of its own
@@ -102,9 +128,12 @@ class CudaGraph:
     def __init__(self, device: torch.device):
         self.device, self.graph = device, None
 
-    def capture(self, step, held: list):
-        """What `step` returns; every replay overwrites it. `held` are tensors that must stay as
-        they are."""
+    def capture(
+        self,
+        step,  # () -> {name: tensor}
+        held: list,  # tensors that must stay as they are; here nothing changes them
+    ):
+        "What `step` returns; every replay overwrites it."
         with torch.cuda.device(self.device):
             here, collects = torch.cuda.current_stream(), gc.isenabled()
             side = _SIDE.get(self.device) or torch.cuda.Stream()
@@ -134,7 +163,10 @@ class Tape(TorchDispatchMode):
     again on the same tensors. Numbers of Python are as they were when it was captured, as in a
     graph."""
 
-    def __init__(self, device: torch.device | None = None):
+    def __init__(
+        self,
+        device: torch.device | None = None,  # as for `CudaGraph`; not looked at
+    ):
         super().__init__()
         self.calls, self.out = [], []
 
@@ -145,7 +177,11 @@ class Tape(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
-    def capture(self, step, held: list):
+    def capture(
+        self,
+        step,  # () -> {name: tensor}
+        held: list,  # tensors that must stay as they are
+    ):
         "What `step` returns. It runs here, so `held` gets its values back."
         before, CAPTURE.tape = [x.clone() for x in held], True
         try:
@@ -180,7 +216,10 @@ _ROOM = 512
 
 
 @without_autograd
-def counted_by_device(store: KVStore, max_length: int | None = None) -> KVStore:
+def counted_by_device(
+    store: KVStore,  # one that grows; its tensors are shared with the new one
+    max_length: int | None = None,  # tokens at most; None: all that it has room for
+) -> KVStore:
     """A store with the same tensors and another clock: they do not move until it is full, and
     the device counts. Without `max_length` it grows first where it is almost full: by an
     eighth, or by `_ROOM`."""

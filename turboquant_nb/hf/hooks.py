@@ -114,7 +114,9 @@ def hooked(
         yield
 
 # %% ../../nbs/reference/hf_hooks.ipynb #e1710cda
-def as_bool(mask: Tensor | None) -> Tensor | None:
+def as_bool(
+    mask: Tensor | None,  # any shape
+) -> Tensor | None:  # True: may be seen
     """A bool mask from a bool or a 0/-inf mask. Raises ValueError for a mask that adds other
     numbers (a bias)."""
     if mask is None or mask.dtype == torch.bool:
@@ -128,7 +130,10 @@ def as_bool(mask: Tensor | None) -> Tensor | None:
     return ~low
 
 
-def split_mask(mask: Tensor | None) -> tuple:  # (bool mask, or None; bias, or None)
+def split_mask(
+    # bool, or a number that is added to each score; the least of its dtype forbids
+    mask: Tensor | None,
+) -> tuple:  # (bool mask, or None; bias, or None)
     "What a mask forbids, and what it adds to the scores of all others."
     if mask is None or mask.dtype == torch.bool:
         return mask, None
@@ -191,13 +196,19 @@ def as_interface(
     return interface
 
 # %% ../../nbs/reference/hf_hooks.ipynb #d1137f91
-def register(name: str, attention: Callable, mask: Callable = sdpa_mask) -> None:
+def register(
+    name: str,  # of the implementation; one that has it is replaced
+    attention: Callable,  # as `as_interface` makes it
+    mask: Callable = sdpa_mask,  # makes the masks; the signature of `sdpa_mask`
+) -> None:
     "From now on `model.set_attn_implementation(name)` calls these two."
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
-def attention_name(config) -> str | None:
+def attention_name(
+    config,  # of transformers
+) -> str | None:  # None: no model has it yet
     "The attention that a model with this config runs now."
     return getattr(config, "_attn_implementation", None)
 
@@ -239,7 +250,12 @@ class MaskLength(int):
     "The length that a cache gives transformers for a mask, and which cache and layer it is of."
 
     @classmethod
-    def of(cls, length: int, cache, layer) -> "MaskLength":
+    def of(
+        cls,
+        length: int,  # of the keys
+        cache,
+        layer,  # that the mask is for
+    ) -> "MaskLength":
         """A cache has a method `hear(layer, batch, n, attention_mask, config)`, which returns a
         mask function or None."""
         new = cls(length)
@@ -279,11 +295,24 @@ class Handle:
 
     eager = False  # whether torch.compile leaves its attention to Python
 
-    def attend(self, own: Callable, module, query: Tensor, value, mask, **kwargs):
+    def attend(
+        self,
+        own: Callable,
+        module,  # the attention module that calls
+        query: Tensor,  # [B, Hq, n, d]
+        value,  # what the cache returned in place of values
+        mask,  # as transformers made it; None: none
+        **kwargs,  # of transformers' attention interface, such as scaling
+    ):
         "What attention returns; `own` is the function that the model called."
         raise NotImplementedError
 
-    def expanded(self, own: Callable, module, rotary) -> tuple:
+    def expanded(
+        self,
+        own: Callable,
+        module,  # the attention whose method it is
+        rotary,  # the handle of the rotary parts
+    ) -> tuple:
         """Keys and values that are made of a latent and of a rotary part, itself and `rotary`;
         `own` is the method that the module called."""
         raise NotImplementedError
@@ -388,7 +417,12 @@ class Detour:
         return new
 
     @classmethod
-    def join(cls, model: nn.Module, user, way: Callable) -> None:
+    def join(
+        cls,
+        model: nn.Module,
+        user,  # any object; nothing here keeps it alive
+        way: Callable,  # of a detour that is made now; one that stands keeps its own
+    ) -> None:
         "One user more, until it is collected."
         stands = model.__dict__.get("forward")
         if not isinstance(stands, cls):
@@ -397,7 +431,9 @@ class Detour:
         weakref.finalize(user, cls.leave, weakref.ref(model)).atexit = False
 
     @staticmethod
-    def leave(model_ref) -> None:
+    def leave(
+        model_ref,  # a weak reference: the model may be gone
+    ) -> None:
         "A user is gone; with the last of them the model's own `forward` is back."
         model = model_ref()
         stands = None if model is None else model.__dict__.get("forward")
@@ -463,7 +499,10 @@ def running_model(cache) -> tuple:  # (model, its arguments by name), or (None, 
     return found
 
 # %% ../../nbs/reference/hf_hooks.ipynb #3bd2a16c
-def each_layer(model: nn.Module, tick: Callable) -> list:
+def each_layer(
+    model: nn.Module,  # of transformers
+    tick: Callable,  # without arguments
+) -> list:
     "Hooks that call `tick()` once for each layer, in the first pass that comes by."
     seen = set()
 
@@ -484,7 +523,10 @@ import time
 class Pass:
     "What lives while one forward pass of one thread has a cache."
 
-    def __init__(self, hooked: bool):
+    def __init__(
+        self,
+        hooked: bool,  # a hook of the model began it and will end it; else its last layer does
+    ):
         self.thread, self.began = threading.get_ident(), time.perf_counter()
         # whether a hook of the model began it and will end it; else its last layer does
         self.hooked = hooked
@@ -508,7 +550,10 @@ class Padding(NamedTuple):
     left_only: bool  # whether that is all it says
 
     @classmethod
-    def of(cls, attention_mask: Tensor) -> "Padding":  # [B, T], 1 = real
+    def of(
+        cls,
+        attention_mask: Tensor,  # [B, T], 1 = real
+    ) -> "Padding":
         "At the price of waiting for the device once."
         real = attention_mask.bool()
         # a row may be all padding
@@ -521,10 +566,16 @@ class Padding(NamedTuple):
 class RowStarts:
     "Where the rows of a cache begin: tells its layers."
 
-    def __init__(self, layers: list):
+    def __init__(
+        self,
+        layers: list,  # of `TurboQuantLayer`
+    ):
         self.layers, self.given = layers, False
 
-    def set(self, attention_mask: Tensor) -> None:
+    def set(
+        self,
+        attention_mask: Tensor,  # [B, T], 1 = real
+    ) -> None:
         "What a caller says of an empty cache. Raises TypeError/ValueError for no left padding."
         if not isinstance(attention_mask, Tensor):
             got = type(attention_mask).__name__
@@ -564,9 +615,12 @@ class RowStarts:
             x.starts = starts
 
 
-def repeated_starts(known: tuple | None, batch: int) -> tuple:
-    """The position where each of `batch` rows begins, before the first token; known=None: no
-    row is padded. Raises ValueError for a number of rows that the known ones do not divide."""
+def repeated_starts(
+    known: tuple | None,  # leading padding of some rows, each of which is repeated; None: none
+    batch: int,  # rows
+) -> tuple:
+    """The position where each of `batch` rows begins, before the first token. Raises ValueError
+    for a number of rows that the known ones do not divide."""
     known = known or (0,)
     if batch % len(known):
         raise ValueError(
@@ -597,7 +651,11 @@ def _goes_on(past: int) -> str:
     return f"The cache holds {past:,} tokens: {whole}. {_AGAIN}"
 
 
-def check_size(batch: int, n: int, past: int = 0) -> None:
+def check_size(
+    batch: int,  # rows
+    n: int,  # new tokens of each
+    past: int = 0,  # tokens held
+) -> None:
     """Raise ValueError for a pass without sequences or tokens, before a reshape of the model's
     fails."""
     if batch == 0 or n == 0:
@@ -607,7 +665,12 @@ def check_size(batch: int, n: int, past: int = 0) -> None:
         raise ValueError(f"a pass must have {want}, got {batch} sequences of {n} tokens{why}")
 
 
-def check_mask(attention_mask, batch: int, past: int, n: int) -> None:
+def check_mask(
+    attention_mask,  # [B, past + n], 1 = real; None: nothing is refused
+    batch: int,  # rows
+    past: int,  # tokens held
+    n: int,  # new tokens of each row
+) -> None:
     """Raise ValueError for a mask of the tokens that lacks some, or is of other sequences. One
     with more columns is for a cache of fixed length; one of four dimensions says itself who
     sees what."""

@@ -19,12 +19,18 @@ class Expansion(NamedTuple):
     key: Tensor  # [H, a, r]: keys but for their rotary channels, which stand behind these
     value: Tensor  # [H, d_value, r]
 
-    def query(self, q: Tensor) -> Tensor:  # [B, H, n, a + t] -> [B, H, n, r + t]
+    def query(
+        self,
+        q: Tensor,  # [B, H, n, a + t]
+    ) -> Tensor:  # [B, H, n, r + t]
         "Queries of latents and rotary parts."
         still, rotary = q.tensor_split([self.key.shape[1]], -1)
         return torch.cat([still @ self.key, rotary], -1)
 
-    def output(self, out: Tensor) -> Tensor:  # [B, H, n, r] -> [B, H, n, d_value]
+    def output(
+        self,
+        out: Tensor,  # [B, H, n, r]
+    ) -> Tensor:  # [B, H, n, d_value]
         "The sum of values, of the sum of latents."
         return out @ self.value.mT
 
@@ -75,7 +81,12 @@ def _plain(module, latent: Tensor, sizes: ExpansionSizes) -> Expansion | None:
     return Expansion(both[:, : sizes.still], both[:, sizes.still :])
 
 
-def expansion_sizes(own, module, latent: Tensor, rotary: Tensor) -> ExpansionSizes:
+def expansion_sizes(
+    own,  # the module's method, see `probe`
+    module,  # the attention that called it
+    latent: Tensor,  # [..., r], of which size, dtype and device count
+    rotary: Tensor,  # [..., t]
+) -> ExpansionSizes:
     "What a layer makes keys and values by. Raises ValueError as `probe`."
     found = probe(own, latent, rotary)
     sizes = ExpansionSizes(True, len(found.key), found.key.shape[1], found.value.shape[1])

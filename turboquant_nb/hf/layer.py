@@ -178,7 +178,11 @@ class TurboQuantLayer(CacheLayerMixin):
             return 0
         return max(0, self.held - self.sliding_window + 1)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(
+        self,
+        key_states: Tensor,  # [B, H, n, d], of which shape, dtype and device count
+        value_states: Tensor,  # [B, H, n, d_value]
+    ) -> None:
         """Build the store from the shapes of the first chunk; head counts are the local ones
         under tensor parallelism."""
         (b, h, n, dk), dv = key_states.shape, value_states.shape[3]
@@ -246,7 +250,11 @@ class TurboQuantLayer(CacheLayerMixin):
             return tuple(F.pad(x, (0, 0, 0, rest)) for x in dense)
         return dense
 
-    def read(self, states: tuple, first: int) -> tuple:
+    def read(
+        self,
+        states: tuple,  # (keys, values) of the newest tokens, [B, H, n, d]
+        first: int,
+    ) -> tuple:  # (keys, values), [B, H, T - first, d]
         "All that is held from position `first` on, its end exactly as these states came."
         dense = self.store.read(first)
         for x, chunk in zip(dense, states):
@@ -344,7 +352,10 @@ class TurboQuantLayer(CacheLayerMixin):
             return self.store.clock.position[0]
         return self.held
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(
+        self,
+        query_length: int,  # new tokens of each row
+    ) -> tuple[int, int]:  # (length, first)
         "Length and first position of the keys that the next update returns."
         if self.clock.fixed:
             return self.max_length, 0

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
@@ -229,7 +230,7 @@ def _holds_latents(attention: type) -> bool:
     source = inspect.getsource(inspect.unwrap(attention.forward))
     return source.find(".update(") < source.rfind(f".{EXPAND}(")
 
-
+# %% ../../nbs/22_model_info.ipynb #07ce1231
 @lru_cache
 def _touches(attention: type) -> str | None:
     """What an attention class does to what a cache returned before it attends; "" for nothing,
@@ -269,7 +270,7 @@ def _touches(attention: type) -> str | None:
         return "changes what a cache returns before it attends"
     return ""
 
-
+# %% ../../nbs/22_model_info.ipynb #fe6e4732
 def _classes(model_or_config, config) -> list:
     """The classes of a model's modules, each with whether it is causal: those of the model that
     are its decoder's or generate, or those of a config's code; empty where a config does not
@@ -326,23 +327,14 @@ def _read_by(model_or_config, config) -> Reading:
     return Reading("on codes", "", expands)
 
 # %% ../../nbs/22_model_info.ipynb #cfa16813
-def _check_adapter(model) -> None:
-    # PEFT's model around this one prepares its inputs while it generates
-    around = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
-    for x in (model, around):
-        kind = getattr(getattr(x, "active_peft_config", None), "peft_type", "")
-        if kind in ("PREFIX_TUNING", "CARTRIDGE"):
-            raise ValueError(
-                f"an adapter of kind {kind} puts a cache of its own, with learnt keys and "
-                "values, in place of the one that is passed: use LoRA or prompt tuning"
-            )
-
-
 class ModelInfo:
     """What a cache must know of a model, read from its config. Raises TypeError for what is no
     model of transformers, ValueError for one that cannot be served."""
 
-    def __init__(self, model_or_config):
+    def __init__(
+        self,
+        model_or_config,  # of transformers; of a model with several parts, the whole
+    ):
         _check_adapter(model_or_config)
         self.config = _text_config(model_or_config)
         registered = is_registered(self.config)  # else it refuses kinds that are not served
@@ -402,22 +394,6 @@ class ModelInfo:
             by_layer=[None if f is None else tuple(f.tolist()) for f in found.by_layer]
         )
 
-    @property
-    def structure(self) -> dict:
-        "What a cache and the model that uses it must have in common."
-        names = ("layers", "query heads", "KV heads", "head size")
-        return {n: self.facts[n] for n in names} | {
-            "RoPE": getattr(self.config, "rope_parameters", None),
-            "sliding windows": [x.sliding_window for x in self.coded],
-            "kinds of layers": [x.kind for x in self.layers],
-        }
-
-    def own_layers(self) -> list:
-        """New layers of transformers' own cache, one for each layer of the model; None where it
-        has none for a family that was registered."""
-        registered = is_registered(self.config)
-        return [None] * len(self.layers) if registered else _own_layers(self.config)
-
     def __repr__(self):
         f, n = self.facts, len(self.coded)
         sliding = sum(x.sliding_window is not None for x in self.coded)
@@ -428,6 +404,37 @@ class ModelInfo:
             f"ModelInfo({f['model type']}: {len(self.layers)} layers, {n} coded, {sliding} "
             f"with a sliding window; {heads})"
         )
+
+# %% ../../nbs/22_model_info.ipynb #3bd5051b
+def _check_adapter(model) -> None:
+    # PEFT's model around this one prepares its inputs while it generates
+    around = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", None)
+    for x in (model, around):
+        kind = getattr(getattr(x, "active_peft_config", None), "peft_type", "")
+        if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise ValueError(
+                f"an adapter of kind {kind} puts a cache of its own, with learnt keys and "
+                "values, in place of the one that is passed: use LoRA or prompt tuning"
+            )
+
+
+@patch(as_prop=True)
+def structure(self: ModelInfo) -> dict:
+    "What a cache and the model that uses it must have in common."
+    names = ("layers", "query heads", "KV heads", "head size")
+    return {n: self.facts[n] for n in names} | {
+        "RoPE": getattr(self.config, "rope_parameters", None),
+        "sliding windows": [x.sliding_window for x in self.coded],
+        "kinds of layers": [x.kind for x in self.layers],
+    }
+
+
+@patch
+def own_layers(self: ModelInfo) -> list:
+    """New layers of transformers' own cache, one for each layer of the model; None where it
+    has none for a family that was registered."""
+    registered = is_registered(self.config)
+    return [None] * len(self.layers) if registered else _own_layers(self.config)
 
 # %% ../../nbs/22_model_info.ipynb #5a0e0002
 _SAMPLES = 64  # numbers of a tensor that a digest looks at

@@ -230,7 +230,12 @@ class StepRunner:
 
     chooses = property(lambda self: self.graphs is True)  # whether parts of steps are compiled
 
-    def __init__(self, cache, model, graphs):
+    def __init__(
+        self,
+        cache,  # a `TurboQuantCache`, held weakly
+        model,  # held weakly, or a config: then nothing is replayed
+        graphs,  # True: CUDA graphs on a GPU; False: never; a class like `CudaGraph`: always
+    ):
         if not isinstance(graphs, bool) and not callable(graphs):
             raise TypeError(
                 f"graphs must be True, False or a class like CudaGraph, got {graphs!r}"
@@ -430,7 +435,12 @@ class StepRunner:
         whole = len(marks) == len(self.cache().coded_layers)
         return now.seconds * (len(marks) - done) / max(done, 1) if whole else 0.0
 
-    def after_pass(self, args: tuple, kwargs: dict, now: Pass) -> None:
+    def after_pass(
+        self,
+        args: tuple,  # of the call that has just ended
+        kwargs: dict,  # of the same call
+        now: Pass,  # the pass that it was
+    ) -> None:
         """Capture the step after a prompt while the device still reads it: a step of a kind
         that was compared before, with as many drafts as the prompt had, if it takes less than
         the device needs. Where the step did not come, as between chunks of a prompt, it is left

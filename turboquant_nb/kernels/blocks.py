@@ -15,13 +15,11 @@ from torch import Tensor
 
 from .. import checks
 from ..cache.attention import Blocks
-from ..cache.memory import Part
-from ..cache.packing import Layout
+from ..cache.memory import Group, Memory, Part
 from ..cache.store import KVStore
 from turboquant_nb.kernels.decode import (
     CodeTables,
     Launcher,
-    cell_planes,
     code_of_bytes,
     dense_channels,
     is_interpreted,
@@ -31,7 +29,7 @@ from turboquant_nb.kernels.decode import (
     tl,
     triton,
 )
-from .encode import device_properties, strides
+from .encode import cell_planes, device_properties, find_cell, strides
 from ..quant.quantizer import Code, Coded
 
 # %% ../../nbs/reference/kernels_blocks.ipynb #43b0000b
@@ -133,10 +131,7 @@ def _two_quarters(w, t, LUT, shift, BITS: tl.constexpr, ASM: tl.constexpr):
 # %% ../../nbs/reference/kernels_blocks.ipynb #43b00011
 @triton.jit
 def _bytes(
-    P0,
-    P1,
-    P2,
-    tile,
+    planes,
     r,
     c,
     D: tl.constexpr,
@@ -153,15 +148,16 @@ def _bytes(
         r, c, upper = r[None, :], c[:, None], HALF * R
     else:
         r, c, upper = r[:, None], c[None, :], HALF
-    base, bit, _ = plane_places(0, r, c, D, R, BY_TOKEN)
-    here = P0 + tile * (R * D) + base
+    P0, P1, P2 = planes
+    base, bit, _ = plane_places(r, c, D, R, BY_TOKEN)
+    here = P0 + base
     ok, other = (None, None) if WHOLE else ((r >= 0) & (c < HALF), 0)
     c0, c1 = tl.load(here, mask=ok, other=other), tl.load(here + upper, mask=ok, other=other)
     p1, p2 = c0, c0
     if BITS > 2:
-        p1 = tl.load(P1 + tile * (R * HALF) + bit, mask=ok, other=other)
+        p1 = tl.load(P1 + bit, mask=ok, other=other)
     if BITS > 3:
-        p2 = tl.load(P2 + tile * (R * HALF) + bit, mask=ok, other=other)
+        p2 = tl.load(P2 + bit, mask=ok, other=other)
     return c0, c1, p1, p2
 
 
@@ -172,13 +168,14 @@ def _table(LUT):
     return t[0] ^ -2139062144, t[1] ^ -2139062144, t[2] ^ -2139062144, t[3] ^ -2139062144
 
 # %% ../../nbs/reference/kernels_blocks.ipynb #43b00012
-@triton.jit(do_not_specialize=["cap", "offset", "first", "last", "exact_from"])
+@triton.jit(do_not_specialize=["offset", "first", "last", "exact_from"])
 def _read_kernel(
     OUT,
-    P0,
-    P1,
-    P2,
-    SCALE,
+    CELLS,
+    SCALES,
+    cb,
+    ch,
+    ct,
     TABLE,
     MATRIX,
     mh,
@@ -188,7 +185,6 @@ def _read_kernel(
     SINKS,
     RECENT,
     heads,
-    cap,
     offset,
     first,
     last,
@@ -207,6 +203,7 @@ def _read_kernel(
     HAS_START: tl.constexpr,
     PARTS: tl.constexpr,
     ASM: tl.constexpr,
+    A: tl.constexpr,
 ):
     "A pair of quarters of one head, decoded, to OUT [B, H, last - first, D]."
     HALF: tl.constexpr = D // 2
@@ -214,8 +211,9 @@ def _read_kernel(
     bh = tl.program_id(1)
     b, h = bh // heads, bh % heads
     slot, c, d = tl.arange(0, R), tl.arange(0, HK), tl.arange(0, DP)
-    tile = bh.to(tl.int64) * cap + pair // 2
-    w = _bytes(P0, P1, P2, tile, slot, c, D, R, BITS, BY_TOKEN, 2 * HK == D)
+    cell = find_cell(b, h, pair // 2, cb, ch, ct)
+    planes, scales = cell_planes(CELLS, SCALES, cell, A)
+    w = _bytes(planes, slot, c, D, R, BITS, BY_TOKEN, 2 * HK == D)
     l0, l1, u0, u1 = _two_quarters(w, _table(TABLE), TABLE, pair % 2 * 2, BITS, ASM)
     at = MATRIX + h * mh + c[:, None] * D + d[None, :]
     real = (c < HALF)[:, None] & (d < D)[None, :]
@@ -241,9 +239,7 @@ def _read_kernel(
         if PARTS > 1:
             x += tl.dot(up, above, tl.dot(low, below)) * (1 / 2048)
         t = pair * (2 * R) + quarter * R + slot  # from the first stored token
-        x *= (tl.load(SCALE + bh.to(tl.int64) * (cap * (4 * R)) + t).to(tl.float32) * factor)[
-            :, None
-        ]
+        x *= (tl.load(scales + t % (4 * R)).to(tl.float32) * factor)[:, None]
         t += offset
         if HAS_MEAN:
             m = tl.load(M + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -329,49 +325,40 @@ def read_block(
     R, absent, out = store.tile // 4, tables.packed_lut, []
     pairs = -(-(last - store.offset) // (2 * R)) - (first - store.offset) // (2 * R)
     for side, by_token, step in zip(store.parts, (False, True), tables.steps):
-        t, q, d, turns = (
-            side.tensors,
-            side.q,
-            side.q.d,
-            not by_token and store.rope_table is not None,
-        )
-        matrix, mean, rope = (
-            _two_halves(q.rotation),
-            t.get("mean"),
-            store.rope_table if turns else absent,
-        )
+        q, d, memory = side.q, side.q.d, side.memory
+        turns = not by_token and store.rope_table is not None
+        matrix, mean = _two_halves(q.rotation), side.frame.mean
+        rope = store.rope_table if turns else absent
         x = torch.empty(
             store.batch, store.heads, last - first, d, dtype=store.dtype, device=store.device
         )
-        p0, p1, p2 = [*side.memory.planes, side.memory.planes[0], side.memory.planes[0]][:3]
         named = dict(
             OUT=x,
-            P0=p0,
-            P1=p1,
-            P2=p2,
-            SCALE=t["scale"],
+            CELLS=memory.cells,
+            SCALES=memory.scales,
+            **strides(memory.cells, "cb", "ch", "ct"),
+            A=memory.places,
             TABLE=absent[4:] if by_token else absent,
             MATRIX=matrix,
             mh=d * d if matrix.ndim == 4 else 0,
             M=absent if mean is None else mean,
             COS_SIN=rope,
             START=store.start,
-            SINKS=t["sinks"],
-            RECENT=t["recent"],
+            SINKS=side.exact.sinks,
+            RECENT=side.exact.recent,
             heads=store.heads,
-            cap=t["scale"].shape[2],
             offset=store.offset,
             first=first,
             last=last,
-            sinks=t["sinks"].shape[2],
-            recent=t["recent"].shape[2],
+            sinks=side.exact.sinks.shape[2],
+            recent=side.exact.recent.shape[2],
             exact_from=store.clock.exact_from(store),
             factor=step,
             D=d,
             DP=padded_size(d),
             HK=padded_size(d // 2),
             R=R,
-            BITS=len(side.memory.planes) + 1,
+            BITS=memory.bits[0],
             BY_TOKEN=by_token,
             H2=rope.shape[1] // 2 if turns else 0,
             HAS_MEAN=mean is not None,
@@ -478,19 +465,15 @@ def _look_up_kernel(
     OUT,
     oh,
     ot,
-    P0,
-    P1,
-    P2,
-    h0,
-    h1,
-    h2,
+    CELLS,
+    SCALES,
+    ch,
+    ct,
     TABLE,
     each,
     CHANNELS,
     CHAIN,
     PAGES,
-    SCALES,
-    block_stride,
     tokens,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -502,7 +485,7 @@ def _look_up_kernel(
     HELD: tl.constexpr,
     LAST: tl.constexpr,
     PAGED: tl.constexpr,
-    AT: tl.constexpr,
+    A: tl.constexpr,
 ):
     """OUT[head, token, channel] = TABLE[channel, window]: ROWS byte rows of a tile, D channels
     of equal bits, the first ones or (without RANGE) those of CHANNELS. A window is a channel's
@@ -511,18 +494,15 @@ def _look_up_kernel(
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     r, own = tl.program_id(2) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, DP)[None, :]
     real = (r < R) & (own < D)
-    planes, place = (P0 + head * h0, P1 + head * h1, P2 + head * h2), tile
-    if PAGED:
-        cell = tl.load(PAGES + tile).to(tl.int64) * block_stride + head * h0
-        planes, scales = cell_planes(P0, SCALES, cell, AT)
-        place = 0
+    block = tl.load(PAGES + tile) if PAGED else tile
+    planes, scales = cell_planes(CELLS, SCALES, find_cell(head, head, block, 0, ch, ct), A)
     found = ()  # of the channel itself, and of those before it
     for back in tl.static_range(HELD + 1):
         j, seen = own, real
         if back > 0:
             j = tl.load(CHAIN + back * D + own, mask=own < D, other=-1)
             seen = real & (j >= 0)
-        found = found + (load_bytes(planes, place, r, j, seen, D, R, BITS, BY_TOKEN, True),)
+        found = found + (load_bytes(planes, r, j, seen, D, R, BITS, BY_TOKEN, True),)
     channel = own if RANGE else tl.load(CHANNELS + own, mask=own < D, other=0)
     to = OUT + head * oh + tile.to(tl.int64) * (4 * R) * ot + (r * ot + channel)
     for quarter in tl.static_range(4):
@@ -564,26 +544,25 @@ def _numbers(numbers: tuple, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 class CellRun(NamedTuple):
-    "A run of an engine's cells, as `look_up_planes` reads it."
+    "A run of an engine's blocks, as `look_up_planes` reads it."
 
     table: Tensor  # [n] int32: blocks in which they lie
     tokens: int  # to read
-    scales: Tensor  # the memory of all blocks, as scales
-    places: tuple  # `PlanePlaces` of a side
 
 
 def look_up_planes(
     out: Tensor,  # [B, H, tokens, width] is written, neighbouring channels side by side
-    planes: list,  # [B, H, tiles, *plane_shape]; of a run the memory [1, H, blocks, N, C]
-    layout: Layout,
-    channels: slice | list,  # of `out`
+    memory: Memory,
+    group: Group,  # channels of `out` whose planes are read
     table: Tensor,  # as for `look_up`
     chain: Tensor | None = None,
-    run: CellRun | None = None,
+    tiles: slice = slice(None),  # of the memory
+    run: CellRun | None = None,  # None: these tiles
 ) -> None:
     "All tokens of tiles by a table; those of a run times their scales."
-    p0, p1, p2 = [*planes, planes[0], planes[0]][:3]
-    tiles = p0.shape[2] if run is None else -(-run.tokens // layout.tile)
+    layout, channels = group.layout, group.channels
+    cells = memory.cells[:, :, tiles]
+    count = cells.shape[2] if run is None else -(-run.tokens // layout.tile)
     adjoining = isinstance(channels, slice)
     each = table.ndim == 2 and len(table) > 1  # has each channel a row of its own?
     if adjoining:
@@ -594,19 +573,15 @@ def look_up_planes(
         OUT=out,
         oh=out.stride(1),
         ot=out.stride(2),
-        P0=p0,
-        P1=p1,
-        P2=p2,
-        h0=p0.stride(1),
-        h1=p1.stride(1),
-        h2=p2.stride(1),
+        CELLS=cells,
+        SCALES=cells if run is None else memory.scales,
+        ch=cells.stride(1),
+        ct=cells.stride(2),
         TABLE=table,
         each=table.stride(0) if each else 0,
-        CHANNELS=p0 if adjoining else _numbers(tuple(channels), torch.int32, out.device),
-        CHAIN=p0 if chain is None else chain,
-        PAGES=p0 if run is None else run.table,
-        SCALES=p0 if run is None else run.scales,
-        block_stride=p0.stride(2),
+        CHANNELS=cells if adjoining else _numbers(tuple(channels), torch.int32, out.device),
+        CHAIN=cells if chain is None else chain,
+        PAGES=cells if run is None else run.table,
         tokens=0 if run is None else run.tokens,
         D=layout.d,
         DP=padded_size(layout.d),
@@ -618,9 +593,9 @@ def look_up_planes(
         HELD=held,
         LAST=table.shape[-1] - 1 if held else 0,
         PAGED=run is not None,
-        AT=None if run is None else run.places,
+        A=memory.places_of(group.names),
     )
-    grid = tiles, p0.shape[0] * p0.shape[1], -(-layout.rows // 16)
+    grid = count, cells.shape[0] * cells.shape[1], -(-layout.rows // 16)
     # what a window sees costs registers
     _look_up_launcher(grid, named, {}, num_warps=8 if held or layout.d > 256 else 4)
 
@@ -635,11 +610,9 @@ def look_up(
     "What a table has for the symbols of a side."
     memory, tile = side.memory, side.memory.tile
     a, z = first // tile, -(-last // tile)
-    shape = (*memory.tensors["scale"].shape[:2], (z - a) * tile, side.q.d)
-    out = table.new_empty(shape)
-    for g in memory.groups if a < z else ():
-        planes = [plane[:, :, a:z] for plane in memory.planes_of(g)]
-        look_up_planes(out, planes, g.layout, g.channels, table, chain)
+    out = table.new_empty((*memory.cells.shape[:2], (z - a) * tile, side.q.d))
+    for group in memory.groups if a < z else ():
+        look_up_planes(out, memory, group, table, chain, slice(a, z))
     return out[:, :, first - a * tile : last - a * tile]
 
 
@@ -650,7 +623,7 @@ class KernelBlocks(Blocks):
         if torch.compiler.is_compiling():  # a compiler fuses the passes
             return super().vectors(store, side, first, last)
         held, first, last = getattr(store, side), first - store.offset, last - store.offset
-        code, scale = held.q.code, held.tensors["scale"].flatten(2)[:, :, first:last]
+        code, scale = held.q.code, held.memory.numbers("scale", first, last)
         half = store.device.type == "cuda" and store.dtype.itemsize == 2
         dtype = torch.float16 if half else torch.float32
         if known := level_table(code, dtype):
@@ -668,13 +641,14 @@ class KernelBlocks(Blocks):
         out, tile = {}, held.memory.tile
         a, z = first // tile, -(-last // tile)
         for name, layout in held.memory.extras.items():
-            tensor = held.memory.tensors[name]
             if layout is None:
-                out[name] = tensor.flatten(2)[:, :, first:last]
+                out[name] = held.memory.numbers(name, first, last)
                 continue
-            bits = _numbers((0, 1), torch.uint8, tensor.device)[None]
-            found = bits.new_empty(*tensor.shape[:2], (z - a) * tile, layout.d)
-            look_up_planes(found, [tensor[:, :, a:z]], layout, slice(0, layout.d), bits)
+            group = Group(layout, slice(0, layout.d), (name,), layout.plane_shapes)
+            bits = _numbers((0, 1), torch.uint8, held.memory.cells.device)[None]
+            rows = held.memory.cells.shape[:2]
+            found = bits.new_empty(*rows, (z - a) * tile, layout.d)
+            look_up_planes(found, held.memory, group, bits, tiles=slice(a, z))
             out[name] = found[:, :, first - a * tile : last - a * tile]
         return out
 

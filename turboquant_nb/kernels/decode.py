@@ -4,21 +4,21 @@
 
 # %% auto #0
 __all__ = ['NUMBER_SLOTS', 'plane_places', 'load_bytes', 'code_of_bytes', 'read_levels', 'soft_cap', 'query_places',
-           'cell_planes', 'portable_kernel', 'attend_exactly', 'add_splits', 'log_sum', 'key_products',
-           'combine_kernel', 'DecodeOperands', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'WindowChain',
+           'portable_kernel', 'attend_exactly', 'add_splits', 'log_sum', 'key_products', 'combine_kernel',
+           'DecodeOperands', 'Cut', 'Paging', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'WindowChain',
            'window_chain', 'CodeTables', 'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers',
-           'padded_size', 'rotate', 'shared_arguments', 'plane_arguments', 'SplitRule', 'Parts', 'exact_arguments',
+           'padded_size', 'rotate', 'shared_arguments', 'cell_arguments', 'SplitRule', 'Parts', 'exact_arguments',
            'combine', 'plain_queries', 'portable_attention', 'score_bias', 'fast_pairs', 'AngleTables', 'angle_tables',
            'rotated_queries']
 
 # %% ../../nbs/19_decode.ipynb #4b4c78b3
 from typing import NamedTuple
 
-from .encode import chain_places, tl, triton
+from .encode import cell_planes, chain_places, find_cell, tl, triton
 
 # %% ../../nbs/19_decode.ipynb #2479f4d1
 @triton.jit
-def plane_places(tile, r, j, D: tl.constexpr, R: tl.constexpr, BY_TOKEN: tl.constexpr):
+def plane_places(r, j, D: tl.constexpr, R: tl.constexpr, BY_TOKEN: tl.constexpr):
     """Where byte rows r of a tile have channels j: in the base plane, in a plane of single
     bits, and at which of two places there, as two channels share a byte."""
     HALF: tl.constexpr = (D + 1) // 2
@@ -27,15 +27,12 @@ def plane_places(tile, r, j, D: tl.constexpr, R: tl.constexpr, BY_TOKEN: tl.cons
         base, bit = j * R + r, low * R + r
     else:
         base, bit = r * D + j, r * HALF + low
-    base += tile * (R * D)
-    bit += tile * (R * HALF)
     return base, bit, j // HALF
 
 
 @triton.jit
 def load_bytes(
     planes,
-    tile,
     r,
     j,
     real,
@@ -49,7 +46,7 @@ def load_bytes(
     single bits are in them: two channels share those. SHIFTED: they are moved to where those of
     the first one are, which is less where several slots are read."""
     P0, P1, P2 = planes
-    base, bit, upper = plane_places(tile, r, j, D, R, BY_TOKEN)
+    base, bit, upper = plane_places(r, j, D, R, BY_TOKEN)
     shift = upper if SHIFTED else 0
     if BITS == 1:
         c0 = tl.load(P0 + bit, mask=real, other=0).to(tl.int32) >> shift
@@ -78,11 +75,10 @@ def code_of_bytes(found, slot, BITS: tl.constexpr):
         code = code * 2 + ((c2 >> upper) & 1)
     return code
 
-
+# %% ../../nbs/19_decode.ipynb #bff80529
 @triton.jit
 def _index(
     planes,
-    tile,
     r,
     j,
     slot,
@@ -97,7 +93,7 @@ def _index(
     (`window_chain`) what its masks add up of a window."""
     index = r * 0
     if len(CHAIN) == 0:
-        found = load_bytes(planes, tile, r, j, real, D, R, BITS, BY_TOKEN)
+        found = load_bytes(planes, r, j, real, D, R, BITS, BY_TOKEN)
         index = code_of_bytes(found, slot, BITS)
     else:
         window = r * 0
@@ -108,7 +104,7 @@ def _index(
                 at = tl.where(at < 0, at + D, at)
             seen = real & (at >= 0)
             at = chain_places(tl.maximum(at, 0), CHAIN.order, CHAIN.places, True)
-            found = load_bytes(planes, tile, r, at, seen, D, R, BITS, BY_TOKEN)
+            found = load_bytes(planes, r, at, seen, D, R, BITS, BY_TOKEN)
             window = window | code_of_bytes(found, slot, BITS) << (back * BITS)
         for bit in tl.static_range(len(CHAIN.masks)):
             sums = window & CHAIN.masks[bit]
@@ -123,7 +119,6 @@ def _index(
 def read_levels(
     planes,
     TABLE,
-    tile,
     i,
     r,
     D: tl.constexpr,
@@ -139,7 +134,7 @@ def read_levels(
     j = tl.arange(0, DP)[None, :]
     real = (r >= 0) & (j < D)
     slot = i % 2 * 4 + i // 2 * 2
-    index = _index(planes, tile, r, j, slot, real, D, R, BITS, BY_TOKEN, CHAIN)
+    index = _index(planes, r, j, slot, real, D, R, BITS, BY_TOKEN, CHAIN)
     return tl.load(TABLE + index, mask=real, other=0.0)
 
 # %% ../../nbs/19_decode.ipynb #62815e66
@@ -218,7 +213,7 @@ def _exact_from(at, tokens):
     )
     return tl.maximum(at + 1 - tokens.own, held)
 
-
+# %% ../../nbs/19_decode.ipynb #678bb97f
 @triton.jit
 def query_places(QUERY, sb, sh, sn, b, h, j, group, n):
     "Where rows j of a KV head's queries lie."
@@ -237,39 +232,13 @@ def _item(WORK, item, requests):
 
 
 @triton.jit
-def cell_planes(CELLS, SCALES, cell, A: tl.constexpr):
-    "Planes and scales of one side in the cell that begins at this byte."
-    at = CELLS + cell
-    planes = at + A.first, at + A.second, at + A.third
-    return planes, SCALES + cell // 2 + A.scales // 2
-
-
-@triton.jit
-def _tile_at(
-    key,
-    value,
-    b,
-    h,
-    bh,
-    tile,
-    cap,
-    pages,
-    KA: tl.constexpr,
-    VA: tl.constexpr,
-    PAGED: tl.constexpr,
-):
-    """(planes, scales) of keys and of values where a tile of a head lies, and which of their
-    tiles it is: in a cell, all that a head has of a block lies together."""
-    slot = bh.to(tl.int64) * cap + tile
+def _block(b, tile, table, PAGED: tl.constexpr):
+    "Which of the cells of a head has a tile: the table of an engine's blocks says it."
+    block = tile
     if PAGED:
-        PAGES, page_stride, block_stride, head_stride = pages
-        page = tl.load(PAGES + b.to(tl.int64) * page_stride + tile).to(tl.int64)
-        cell = page * block_stride + h.to(tl.int64) * head_stride
-        slot = tile * 0
-        planes, scales = key
-        value = cell_planes(planes[0], scales, cell, VA)
-        key = cell_planes(planes[0], scales, cell, KA)
-    return key, value, slot
+        PAGES, page_stride = table
+        block = tl.load(PAGES + b.to(tl.int64) * page_stride + tile)
+    return block
 
 
 @triton.jit
@@ -290,7 +259,7 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
         bh = b * heads + h
     return pid, b, h, bh, block, split, nobody
 
-
+# %% ../../nbs/19_decode.ipynb #610d75e9
 @triton.jit(
     do_not_specialize=[
         "splits",
@@ -300,7 +269,6 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
         "own",
         "offset",
         "sliding_window",
-        "cap",
         "page_stride",
         "requests",
     ]
@@ -308,14 +276,16 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
 def portable_kernel(
     ROTATED,
     SHIFT,
-    K0,
-    K1,
-    K2,
-    KSCALE,
-    V0,
-    V1,
-    V2,
-    VSCALE,
+    KCELLS,
+    KSCALES,
+    kcb,
+    kch,
+    kct,
+    VCELLS,
+    VSCALES,
+    vcb,
+    vch,
+    vct,
     TABLE,
     START,
     END,
@@ -329,7 +299,6 @@ def portable_kernel(
     n,
     blocks,
     splits,
-    cap,
     length,
     offset,
     sinks,
@@ -354,14 +323,12 @@ def portable_kernel(
     BIASED: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
     PAGES=None,
     page_stride=None,
-    block_stride=None,
-    head_stride=None,
     WORK=None,
     requests=None,
-    KA: tl.constexpr = None,
-    VA: tl.constexpr = None,
     PAGED: tl.constexpr = False,
     LISTED: tl.constexpr = False,
     KX: tl.constexpr = (),
@@ -389,20 +356,21 @@ def portable_kernel(
     if LISTED:
         each = tl.load(WORK)
         begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
-    pages = PAGES, page_stride, block_stride, head_stride
+    table = PAGES, page_stride
     for tile in range(first + begin, first + end):
-        key, value = ((K0, K1, K2), KSCALE), ((V0, V1, V2), VSCALE)
-        key, value, slot = _tile_at(key, value, b, h, bh, tile, cap, pages, KA, VA, PAGED)
-        k_planes, k_scale = key
-        v_planes, v_scale = value
+        at_tile = _block(b, tile, table, PAGED)
+        cell = find_cell(b, h, at_tile, kcb, kch, kct)
+        k_planes, k_scale = cell_planes(KCELLS, KSCALES, cell, KA)
+        cell = find_cell(b, h, at_tile, vcb, vch, vct)
+        v_planes, v_scale = cell_planes(VCELLS, VSCALES, cell, VA)
         for i in range(0, 4 * R, BR):
             t = i + tl.arange(0, BR)
             quarter, r = i // R, i % R + tl.arange(0, BR)
             if BR > R:
                 quarter, r = (t // R)[:, None], t % R
             pos = offset + tile * (4 * R) + t
-            k = read_levels(k_planes, TABLE, slot, quarter, r, D, DP, R, KB, False, KX)
-            ks = tl.load(k_scale + slot * (4 * R) + t).to(tl.float32)
+            k = read_levels(k_planes, TABLE, quarter, r, D, DP, R, KB, False, KX)
+            ks = tl.load(k_scale + t).to(tl.float32)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * ks[None, :] + shift[:, None]
             if BIASED:
                 s += tl.load(
@@ -411,8 +379,8 @@ def portable_kernel(
                     + (pos - offset)[None, :]
                 )
             visible = (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-            v = read_levels(v_planes, TABLE + 16, slot, quarter, r, DV, DVP, R, VB, True, VX)
-            vs = tl.load(v_scale + slot * (4 * R) + t).to(tl.float32)
+            v = read_levels(v_planes, TABLE + 16, quarter, r, DV, DVP, R, VB, True, VX)
+            vs = tl.load(v_scale + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
     some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
     out = acc / some[:, None]
@@ -516,7 +484,7 @@ def key_products(q, k):
     "Products of queries [R, DP] with keys [T, DP]."
     return tl.sum(q[:, None, :] * k[None, :, :], 2)
 
-
+# %% ../../nbs/19_decode.ipynb #2176f899
 @triton.jit
 def _exact_tokens(
     q,
@@ -588,17 +556,18 @@ def _own_tokens(
     CAPPED: tl.constexpr,
 ):
     """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
-    sum."""
-    CK, ckh, ckn = keys
-    CV, cvh, cvn = values
+    sum. keys, values: the chunk, with its strides."""
+    CK, ckb, ckh, ckn = keys
+    CV, cvb, cvh, cvn = values
+    ck = CK + b.to(tl.int64) * ckb + h.to(tl.int64) * ckh
+    cv = CV + b.to(tl.int64) * cvb + h.to(tl.int64) * cvh
     d, e = tl.arange(0, DP), tl.arange(0, DVP)
     top = tl.full([R], -1e30, tl.float32)
     total = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, DVP], tl.float32)
     for j in range(0, tokens.chunk):
-        token = (b * tokens.chunk + j).to(tl.int64)
-        k = tl.load(CK + token * ckn + h * ckh + d, mask=d < D, other=0.0).to(tl.float32)
-        v = tl.load(CV + token * cvn + h * cvh + e, mask=e < DV, other=0.0).to(tl.float32)
+        k = tl.load(ck + j * ckn + d, mask=d < D, other=0.0).to(tl.float32)
+        v = tl.load(cv + j * cvn + e, mask=e < DV, other=0.0).to(tl.float32)
         s = tl.sum(q * k[None, :], 1)
         if CAPPED:
             s = soft_cap(s, cap)
@@ -614,7 +583,7 @@ def _own_tokens(
         top = new
     return top, total, acc
 
-
+# %% ../../nbs/19_decode.ipynb #581cf9c5
 @triton.jit
 def _block_tokens(
     q,
@@ -771,14 +740,11 @@ def combine_kernel(
         if HAS_END:
             stop = tl.load(END + b).to(tl.int32)
         d = tl.arange(0, DP)[None, :]
-        if BLOCKS:
-            here = (QUERY + token * sn + head * sh)[:, None]
-        else:
-            here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
+        here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
         q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
         tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
         if BLOCKS:
-            keys, values = (CK, ckh, ckn), (CV, cvh, cvn)
+            keys, values = (CK, ckb, ckh, ckn), (CV, cvb, cvh, cvn)
             m, whole, near = _own_tokens(
                 q, b, h, r % n, keys, values, tokens, cap_at, D, DP, DV, DVP, R, SLIDING, CAPPED
             )
@@ -872,26 +838,28 @@ import torch
 from torch import Tensor
 
 from ..cache.attention import Call, Rule
-from .encode import Launcher, is_interpreted, packed_order
+from ..cache.memory import Places
+from ..cache.pages import Recent
+from .encode import Launcher, is_interpreted, packed_order, strides
 
 # %% ../../nbs/19_decode.ipynb #a5968428
 class DecodeOperands(NamedTuple):
     "The arguments of the operator, in its order."
 
     q: Tensor  # [B, Hq, n, d_key], neighbouring channels in memory
-    key_planes: list  # uint8 [B, H, tiles, *plane_shape]
-    key_scale: Tensor  # [B, H, tiles, tile]
-    value_planes: list
-    value_scale: Tensor
+    key_cells: Tensor  # uint8 [B, H, tiles, bytes], see `memory.Memory`
+    key_scales: Tensor  # the same memory as numbers of the scales' type
+    value_cells: Tensor
+    value_scales: Tensor
     packed_lut: Tensor  # [8] int32: int8 levels of keys, then of values, four to a word
     levels: Tensor  # [2, 16] fp32
     key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
     value_rotation: Tensor  # [d_value, d_value] fp32
     key_mean: Tensor | None  # [1, H, 1, d]
-    key_sinks: Tensor  # [B, H, sinks, d] exact
-    key_recent: Tensor  # [B, H, recent, d], a ring
-    value_sinks: Tensor
-    value_recent: Tensor
+    key_sinks: Tensor | None  # [B, H, sinks, d] exact; None: an engine has them in blocks
+    key_recent: Tensor | None  # [B, H, recent, d], a ring
+    value_sinks: Tensor | None
+    value_recent: Tensor | None
     k: Tensor | None  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None
     start: Tensor | None  # [B] int64; None: no sequence is padded
@@ -915,12 +883,69 @@ class DecodeOperands(NamedTuple):
     portable: bool  # by the portable kernel?
     # each query reads only so many of its own last tokens exactly, itself included; None: all
     # read the same
-    own: int | None = None
+    own: int | None
+    key_places: tuple  # `memory.Places`
+    value_places: tuple
+    tile: int  # tokens
+    key_bits: int
+    value_bits: int
     key_chain: tuple | None = None  # `chain_of` of the codes
     value_chain: tuple | None = None
     rotating: int | None = None  # channel pairs whose angles are not all 0; None: all
 
+    @property
+    def keys(self) -> tuple:
+        "Cells of the keys as `cell_arguments` takes them."
+        return self.key_cells, self.key_scales, self.key_places
+
+    @property
+    def values(self) -> tuple:
+        "Cells of the values."
+        return self.value_cells, self.value_scales, self.value_places
+
 # %% ../../nbs/19_decode.ipynb #7299d6bd
+class Cut(NamedTuple):
+    "How an engine's batch is cut into programs."
+
+    parts: "Parts"  # memory for what they leave
+    work: Tensor | None  # the list of work; None: each request has as many splits
+    known: bool = True  # had a call before this one made the list, or is there none?
+
+
+class Paging(NamedTuple):
+    "What an engine brings to a call, whose requests are its sequences."
+
+    table: Tensor  # [B, n] int32: in which block each request has its tiles
+    out: Tensor  # [B m, Hq, d_value], neighbouring channels side by side, is written
+    lse: Tensor  # [B m, Hq] fp32, contiguous, is written
+    # operands, their sizes, query rows of a program, programs that fill the device, tokens of a
+    # tile -> `Cut`
+    cut: object
+    # exact tokens before the call's, in blocks; None: their codes are read
+    recent: Recent | None = None
+    logits: Tensor | None = None  # [Hq], contiguous: one more score of each head, of nothing
+    # begin while the launch before runs: it appends this step's tokens, and wrote nothing else
+    # of what is read
+    early: bool = False
+
+    def exact(self, chunk: int) -> tuple:  # (first tokens, tokens at the end)
+        "How many tokens of a request are exact where the call brings so many itself."
+        if self.recent is None:
+            return 0, chunk
+        return self.recent.sinks, chunk + self.recent.tokens
+
+    def arguments(self, cut: Cut) -> dict:
+        "What kernels that read codes take of it."
+        return dict(
+            PAGES=self.table,
+            page_stride=self.table.stride(0),
+            PAGED=True,
+            WORK=self.table if cut.work is None else cut.work,
+            requests=len(self.table),
+            LISTED=cut.work is not None,
+        )
+
+# %% ../../nbs/19_decode.ipynb #3209137e
 class DecodeSizes(NamedTuple):
     "Sizes that follow from operands."
 
@@ -939,16 +964,17 @@ class DecodeSizes(NamedTuple):
     value_bits: int
 
     @classmethod
-    def of(cls, x: DecodeOperands) -> "DecodeSizes":
+    def of(cls, x: DecodeOperands, paging: Paging | None = None) -> "DecodeSizes":
         batch, query_heads, n, d = x.q.shape
-        heads, tiles, tile = x.key_scale.shape[1:]
+        heads, tiles = x.key_cells.shape[1:3]
         dv = len(x.value_rotation)
         chunk = 0 if x.k is None else x.k.shape[2]
-        sinks = x.key_sinks.shape[2]
-        recent = x.key_recent.shape[2]
-        # else the first plane holds single bits
-        key_bits = len(x.key_planes) + 1 if x.key_planes[0].shape[-1] == d else 1
-        value_bits = len(x.value_planes) + 1 if x.value_planes[0].shape[-2] == dv else 1
+        if paging is None:
+            sinks = x.key_sinks.shape[2]
+            recent = x.key_recent.shape[2]
+        else:
+            tiles = paging.table.shape[1]
+            sinks, recent = paging.exact(chunk)
         return cls(
             batch=batch,
             heads=heads,
@@ -957,12 +983,12 @@ class DecodeSizes(NamedTuple):
             d=d,
             dv=dv,
             tiles=tiles,
-            tile=tile,
+            tile=x.tile,
             chunk=chunk,
             sinks=sinks,
             recent=recent,
-            key_bits=key_bits,
-            value_bits=value_bits,
+            key_bits=x.key_bits,
+            value_bits=x.value_bits,
         )
 
     @property
@@ -1081,23 +1107,23 @@ def store_operands(
 ) -> DecodeOperands:
     "What kernels need of a call and its store."
     rule, store, q, k, v, *_ = call
-    kt, vt = store.key.tensors, store.value.tensors
     key, value = store.key.q, store.value.q
+    held, given = store.key.memory, store.value.memory
     return DecodeOperands(
         last_dim_dense(q),
-        store.key.memory.planes,
-        kt["scale"],
-        store.value.memory.planes,
-        vt["scale"],
+        held.cells,
+        held.scales,
+        given.cells,
+        given.scales,
         tables.packed_lut,
         tables.levels,
         key_rotation=key.rotation.query_matrix,
         value_rotation=value.rotation.matrix,
-        key_mean=kt.get("mean"),
-        key_sinks=kt["sinks"],
-        key_recent=kt["recent"],
-        value_sinks=vt["sinks"],
-        value_recent=vt["recent"],
+        key_mean=store.key.frame.mean,
+        key_sinks=store.key.exact.sinks,
+        key_recent=store.key.exact.recent,
+        value_sinks=store.value.exact.sinks,
+        value_recent=store.value.exact.recent,
         k=last_dim_dense(k),
         v=last_dim_dense(v),
         start=store.start if padded else None,
@@ -1116,6 +1142,11 @@ def store_operands(
         value_hadamard=tables.hadamard[1],
         portable=portable,
         own=call.recent,
+        key_places=held.places,
+        value_places=given.places,
+        tile=store.tile,
+        key_bits=held.bits[0],
+        value_bits=given.bits[0],
         key_chain=tables.chains[0] or None,
         value_chain=tables.chains[1] or None,
         rotating=None if store.cos_sin is None else store.cos_sin.rotating,
@@ -1193,10 +1224,16 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     )
 
 
-def plane_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
-    "The planes of a kernel that reads codes."
-    (k0, k1, k2), (v0, v1, v2) = ([*p, p[0], p[0]][:3] for p in (x.key_planes, x.value_planes))
-    return dict(K0=k0, K1=k1, K2=k2, V0=v0, V1=v1, V2=v2, cap=s.tiles)
+def cell_arguments(keys: tuple, values: tuple) -> dict:
+    """Cells as kernels that read codes take them. keys, values: cells [B, H, tiles, bytes], the
+    same as numbers of the scales' type, `memory.Places`."""
+    out = {}
+    for side, (cells, scales, places) in zip("kv", (keys, values)):
+        batch, head, step, _ = cells.stride()
+        out |= {f"{side.upper()}CELLS": cells, f"{side.upper()}SCALES": scales}
+        out |= {f"{side}cb": batch, f"{side}ch": head, f"{side}ct": step}
+        out[f"{side.upper()}A"] = Places(*places)
+    return out
 
 
 NUMBER_SLOTS = dict(length="length", recent_from="recent_from", offset="offset")
@@ -1283,7 +1320,55 @@ def exact_arguments(
     (ckb, ckh, ckn, _), (cvb, cvh, cvn, _) = exact["CK"].stride(), exact["CV"].stride()
     return exact | dict(ckb=ckb, ckh=ckh, ckn=ckn, cvb=cvb, cvh=cvh, cvn=cvn), mixed
 
+# %% ../../nbs/19_decode.ipynb #fe428fb1
+def _combine_paged(x, s, shared, cut: Cut, fast: bool, pdl: bool, paging: Paging) -> tuple:
+    "`combine` of an engine's requests, to its memory."
+    recent, out = paging.recent, paging.out
+    interpreted = is_interpreted()
+    many = len(out) * out.shape[1] > 1024 or interpreted  # it runs one program after another
+    together = 1 << min(4, s.rows).bit_length() - 1 if many else 1  # a power of two
+    near = out if fast else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    rest = out if fast else torch.empty_like(near)
+    k, v = (x.q, x.q) if x.k is None else (x.k, x.v)
+    at_once = 16 if interpreted else max(1, 16 // together)
+    blocks, table = (out[:, :, None], paging.table)  # any tensors
+    if recent is not None:
+        blocks, table = recent.cache, recent.table
+    named = shared | dict.fromkeys("SK WK SV WV".split())
+    named |= dict(CK=k, **strides(k, "ckb", "ckh", "ckn"))
+    named |= dict(CV=v, **strides(v, "cvb", "cvh", "cvn"))
+    named |= dict(NEAR=blocks, NEAR_TABLE=table, **strides(blocks, "nb", "nh", "nt"))
+    named |= strides(near, "ot", "oh") | strides(table, "near_stride")
+    named |= dict(
+        OUT_PARTS=cut.parts.out,
+        LSE_PARTS=cut.parts.lse,
+        OUT=near,
+        REST=rest,
+        LSE=paging.lse,
+        WORK=paging.table if cut.work is None else cut.work,
+        LOGITS=out if paging.logits is None else paging.logits,
+        splits=cut.parts.lse.shape[1],
+        blocks=cut.parts.blocks,
+        recent=0 if recent is None else recent.tokens,
+        Q=cut.parts.lse.shape[2],
+        R=together,
+        SB=max(2, min(16, 64 // together)),
+        EB=0 if x.k is None else at_once,
+        N=recent.block if recent is not None and recent.tokens else 0,
+        BLOCKS=True,
+        LISTED=cut.work is not None,
+        LEARNT=paging.logits is not None,
+        FAST=fast,
+        PDL=pdl,
+    )
+    grid = s.batch * s.heads * -(-s.rows // together)
+    options = {"launch_pdl": True} if pdl else {}
+    _combine_launcher.plain(grid, named, num_warps=4, **options)
+    if not fast:
+        out.copy_(near + rotate(rest, x.value_rotation))
+    return out, paging.lse, None
 
+# %% ../../nbs/19_decode.ipynb #ccfaac64
 def combine(
     x: DecodeOperands,
     s: DecodeSizes,
@@ -1291,9 +1376,13 @@ def combine(
     parts: Parts,
     fast: bool = False,
     pdl: bool = False,
+    paging: Paging | None = None,
+    cut: Cut | None = None,  # with it
 ) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
     at work."""
+    if paging is not None:
+        return _combine_paged(x, s, shared, cut, fast, pdl, paging)
     q = x.q
     shape = x.q.shape[:3]
     out = q.new_empty((*shape, s.dv), dtype=q.dtype if fast else torch.float32)
@@ -1336,9 +1425,7 @@ def combine(
 
 # %% ../../nbs/19_decode.ipynb #a41d0003
 # None: Triton compiles the kernel without them
-_NO_TABLE = dict.fromkeys(
-    "PAGES page_stride block_stride head_stride WORK requests KA VA".split()
-)
+_NO_TABLE = dict.fromkeys("PAGES page_stride WORK requests".split())
 _NO_TABLE |= dict(PAGED=False, LISTED=False)
 
 # %% ../../nbs/19_decode.ipynb #835c6a9d
@@ -1364,26 +1451,30 @@ def portable_attention(
     x: DecodeOperands,
     # [B * H * rows, width] fp32, rows padded to 16 a KV head: added to scores
     bias: Tensor | None = None,
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n])
+    paging: Paging | None = None,
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n]; the caller's with `paging`)
     "Attention by the portable kernel."
-    s = DecodeSizes.of(x)
+    s = DecodeSizes.of(x, paging)
     q = x.q
     Q = 16
     shared = shared_arguments(x, s)
     rows = -(-s.rows // Q) * Q
-    rule = SplitRule.of(x, s, s.batch * s.heads * rows // Q, 256, s.tile)
-    parts = Parts.empty(x, s, Q, rule.splits(x.length - x.offset - s.chunk))
+    if paging is None:
+        cut, table = None, _NO_TABLE
+        rule = SplitRule.of(x, s, s.batch * s.heads * rows // Q, 256, s.tile)
+        parts = Parts.empty(x, s, Q, rule.splits(x.length - x.offset - s.chunk))
+    else:
+        cut = paging.cut(x, s, Q, 2 if is_interpreted() else 256, s.tile)
+        parts, table = cut.parts, paging.arguments(cut)
     plain = plain_queries(q, s.heads, rows, x.scaling)
     centred = x.key_mean is not None and bias is None  # every score of a row gets the same
     shift = rotate(plain, x.key_mean.float().mT) if centred else plain[..., 0] * 0
     named = (
         shared
-        | plane_arguments(x, s)
+        | cell_arguments(x.keys, x.values)
         | dict(
             ROTATED=rotate(plain, x.key_rotation.mT),
             SHIFT=shift.contiguous(),
-            KSCALE=x.key_scale,
-            VSCALE=x.value_scale,
             TABLE=x.levels,
             BIAS=x.packed_lut if bias is None else bias,
             bias_stride=s.width,
@@ -1400,7 +1491,7 @@ def portable_attention(
             KX=window_chain(x.key_chain, s.d),
             VX=window_chain(x.value_chain, s.dv),
         )
-        | _NO_TABLE
+        | table
     )
     _portable_launcher.plain(
         parts.lse.shape[:2].numel(),
@@ -1408,7 +1499,7 @@ def portable_attention(
         num_warps=8 if max(s.d, s.dv) > 128 or x.key_chain or x.value_chain else 4,
         num_stages=1,
     )
-    return combine(x, s, shared, parts)[:2]
+    return combine(x, s, shared, parts, paging=paging, cut=cut)[:2]
 
 # %% ../../nbs/19_decode.ipynb #e296a90a
 from .encode import Launch
@@ -1610,7 +1701,7 @@ def _slow_functions(table: Tensor) -> tuple:  # ([128, 8], [8, slow pairs], larg
         error = float((functions @ shares - table).abs().max())
     return functions, shares, error
 
-
+# %% ../../nbs/19_decode.ipynb #70b70855
 class AngleTables(NamedTuple):
     "Cosines and sines from which the tensor-core kernel makes those of every position."
 

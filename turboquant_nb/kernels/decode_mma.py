@@ -17,12 +17,13 @@ from turboquant_nb.kernels.decode import (
     NUMBER_SLOTS,
     DecodeOperands,
     DecodeSizes,
+    Paging,
     Parts,
     SplitRule,
+    cell_arguments,
     combine,
     fast_pairs,
     padded_size,
-    plane_arguments,
     rotated_queries,
     score_bias,
     selector_bits,
@@ -269,7 +270,7 @@ def key_chain_asm(
     constraints = ["=r"] * (8 * words) + ["r"] * (3 * words + 4 * size)
     return "\n".join([*out, "}"]), ",".join(constraints)
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #125ff866
 def place_bits(d: int) -> tuple:
     """Which bit of a channel's number each bit of its place among the values is, the lowest
     first: the lane (3 bits), the row of the lane, the piece, the half."""
@@ -572,32 +573,24 @@ def _queries(
 
 # %% ../../nbs/20_tensor_cores.ipynb #3d0f5ccf
 @gluon.jit
-def _page(tiles, t, row, PAGED: gl.constexpr, G: gl.constexpr):
-    """Where the page with byte row `row` of tile t begins: in pages of a plane, or in what the
-    table's strides count. `tiles`: table, where page 0 is, step to the next, last page."""
-    PAGES, first, step, last = tiles
+def _page(pages, t, row, PAGED: gl.constexpr, G: gl.constexpr):
+    "The page with byte row `row` of tile t. `pages`: table of blocks, the last page."
+    TABLE, last = pages
     if G.RP == 64:
         page = t  # a page is a tile
     else:
         page = t * (64 // G.RP) + row // G.RP
     page = gl.minimum(page, last)
     if PAGED:
-        page = gl.load(PAGES + page)
-    return first + page.to(gl.int64) * step
+        page = gl.load(TABLE + page)
+    return page.to(gl.int64)
 
 
 @gluon.jit
-def _begin(page, size: gl.constexpr, PAGED: gl.constexpr):
-    "The address of a page in a plane whose pages have this size; strides of a table are bytes."
-    if PAGED:
-        return page
-    else:
-        return page * size
-
-
-@gluon.jit
-def _copy_k(buf, slot, c, K, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr):
-    "Start copying key piece c (RK x 16 rows) of tile t into a slot of the ring."
+def _copy_k(buf, slot, c, K, pages, t, go, PAGED: gl.constexpr, G: gl.constexpr):
+    """Start copying key piece c (RK x 16 rows) of tile t into a slot of the ring. K: planes,
+    first byte, bytes from page to page."""
+    K0, K1, K2, first, step = K
     half: gl.constexpr = G.D // 2
     for r in gl.static_range(G.RK):
         m = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LK))
@@ -605,16 +598,16 @@ def _copy_k(buf, slot, c, K, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
         row = (m % 8) * 8 + (c * G.RK + r) * 2 + m // 8
         ok = (row[:, None] >= 0) & (col[None, :] < half) & go
         s = slot * G.PL * G.RK + r
-        page = _page(tiles, t, row, PAGED, G)
+        page = first + _page(pages, t, row, PAGED, G) * step
         row = row % G.RP
-        base = K[0] + (_begin(page, G.RP * G.D, PAGED) + row * G.D)[:, None] + col[None, :]
+        base = K0 + (page + row * G.D)[:, None] + col[None, :]
         cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
         cp.async_copy_global_to_shared(buf.index(s + G.RK), base + half, mask=ok)
-        bit = (_begin(page, G.RP * half, PAGED) + row * half)[:, None] + col[None, :]
+        bit = (page + row * half)[:, None] + col[None, :]
         if G.KB > 2:
-            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RK), K[1] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RK), K1 + bit, mask=ok)
         if G.KB > 3:
-            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RK), K[2] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RK), K2 + bit, mask=ok)
     cp.commit_group()
 
 # %% ../../nbs/20_tensor_cores.ipynb #b797f23d
@@ -630,8 +623,10 @@ def _channel(i, G: gl.constexpr):
 
 
 @gluon.jit
-def _copy_v(buf, slot, c, V, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr):
-    "Start copying value piece c (RV x 16 channels of each half) of tile t into a slot."
+def _copy_v(buf, slot, c, V, pages, t, go, PAGED: gl.constexpr, G: gl.constexpr):
+    """Start copying value piece c (RV x 16 channels of each half) of tile t into a slot. V:
+    planes, first byte, bytes from page to page."""
+    V0, V1, V2, first, step = V
     half: gl.constexpr = G.DV // 2
     for r in gl.static_range(G.RV):
         m = gl.arange(0, 16, layout=gl.SliceLayout(1, G.LV)) + (c * G.RV + r) * 16
@@ -639,18 +634,17 @@ def _copy_v(buf, slot, c, V, tiles, t, go, PAGED: gl.constexpr, G: gl.constexpr)
         ok = (m[:, None] < half) & (col[None, :] >= 0) & go
         m = _channel(m, G)
         s = slot * G.PL * G.RV + r
-        page = _page(tiles, t, col, PAGED, G)
+        page = first + _page(pages, t, col, PAGED, G) * step
         if G.RP < 64:
             page = page[None, :]
         here = m[:, None] * G.RP + col[None, :] % G.RP
-        base = V[0] + _begin(page, G.RP * G.DV, PAGED) + here
+        base = V0 + page + here
         cp.async_copy_global_to_shared(buf.index(s), base, mask=ok)
         cp.async_copy_global_to_shared(buf.index(s + G.RV), base + half * G.RP, mask=ok)
-        bit = _begin(page, G.RP * half, PAGED) + here
         if G.VB > 2:
-            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RV), V[1] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 2 * G.RV), V1 + page + here, mask=ok)
         if G.VB > 3:
-            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RV), V[2] + bit, mask=ok)
+            cp.async_copy_global_to_shared(buf.index(s + 3 * G.RV), V2 + page + here, mask=ok)
     cp.commit_group()
 
 
@@ -751,7 +745,7 @@ def _span(
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
     return first + begin, first + end, lo_row, hi_row, safe_lo, safe_hi, last
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #bdc7bf0c
 @gluon.jit
 def _part(
     WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr
@@ -888,7 +882,7 @@ def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
     y = gl.reshape(gl.permute(y, [1, 2, 0, 3, 4]), [G.FP, 2 * G.Q])
     return gl.convert_layout(y, operand, assert_trivial=True)
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #59c3fa92
 @gluon.jit
 def _rows(x, G: gl.constexpr, mma: gl.constexpr):
     "Coefficients, fp16 [2, HP, 8], as operand A: a row for each query and part."
@@ -967,7 +961,7 @@ def _far_angles(FAR, tile, G: gl.constexpr):
     )
     return gl.load(row), gl.load(row + G.HP)
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #549025c1
 @gluon.jit
 def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
     """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
@@ -1139,7 +1133,7 @@ def _key_pieces(
     values,
     F,
     V,
-    tiles,
+    pages,
     t,
     turn,
     q_lo,
@@ -1160,7 +1154,7 @@ def _key_pieces(
             w = _fetch(keys, slot, r, G.KB, G.LK, G.PL, G.RK)
             F.index(c * G.RK + r).store(_scores(w, q_lo, q_hi, table, G, mma))
         if c < G.NV:
-            _copy_v(values, slot, piece, V, tiles, t, t >= 0, PAGED, G)
+            _copy_v(values, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
             cp.commit_group()
 
@@ -1171,7 +1165,7 @@ def _value_pieces(
     values,
     ACC,
     K,
-    tiles,
+    pages,
     following,
     go,
     turn,
@@ -1211,22 +1205,32 @@ def _value_pieces(
             )
             acc = gl.reshape(old * old_weight[None, :] + o * new_weight[None, :], [4, 8 * Q])
             ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
-        _copy_k(keys, slot, c, K, tiles, following, go, PAGED, G)
+        _copy_k(keys, slot, c, K, pages, following, go, PAGED, G)
 
 # %% ../../nbs/20_tensor_cores.ipynb #a584d32c
 @gluon.jit
-def _planes_of_cells(CELLS, G: gl.constexpr):
-    "Where the planes of the keys and of the values of cell 0 begin."
-    keys = (CELLS + G.AT_K0, CELLS + G.AT_K1, CELLS + G.AT_K2)
-    return keys, (CELLS + G.AT_V0, CELLS + G.AT_V1, CELLS + G.AT_V2)
+def _side_at(CELLS, SCALES, b, h, batch_stride, head_stride, step, A: gl.constexpr):
+    """Where a head of a sequence has one side: planes, its first byte, bytes from page to page;
+    scales, the first one, and scales from page to page. A: `memory.Places`."""
+    SIZE: gl.constexpr = SCALES.dtype.element_ty.primitive_bitwidth // 8
+    first = b.to(gl.int64) * batch_stride + h.to(gl.int64) * head_stride
+    planes = (CELLS + A.first, CELLS + A.second, CELLS + A.third, first, step)
+    return planes, (SCALES + A.scales // SIZE, first // SIZE, step // SIZE)
 
 
+@gluon.jit
+def _scales_of(side, page, inside, G: gl.constexpr):
+    "Scales of the tokens of a tile: by their pages, and their places in these."
+    SCALES, first, step = side
+    at = first + page * step + inside
+    return gl.load(SCALES + gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR))
+
+# %% ../../nbs/20_tensor_cores.ipynb #0dd016dc
 @gluon.jit(
     do_not_specialize=[
         "page_stride",
         "requests",
         "early",
-        "cap",
         "splits",
         "length",
         "recent_from",
@@ -1245,14 +1249,16 @@ def fragments_kernel(
     RK_,
     RV_,
     MK,
-    K0,
-    K1,
-    K2,
-    KS,
-    V0,
-    V1,
-    V2,
-    VS,
+    KCELLS,
+    KSCALES,
+    kcb,
+    kch,
+    kct,
+    VCELLS,
+    VSCALES,
+    vcb,
+    vch,
+    vct,
     TABLE,
     START,
     END,
@@ -1260,8 +1266,6 @@ def fragments_kernel(
     each_length,
     PAGES,
     page_stride,
-    block_stride,
-    head_stride,
     WORK,
     requests,
     early,
@@ -1273,7 +1277,6 @@ def fragments_kernel(
     LSE,
     heads,
     group,
-    cap,
     blocks,
     splits,
     length,
@@ -1303,6 +1306,8 @@ def fragments_kernel(
     SLIDING: gl.constexpr,
     CAPPED: gl.constexpr,
     PDL: gl.constexpr,
+    KA: gl.constexpr,
+    VA: gl.constexpr,
     G: gl.constexpr,
 ):
     """Q query rows of one KV head over one split of the coded tokens, by one warp: output and
@@ -1370,30 +1375,24 @@ def fragments_kernel(
         SLIDING=SLIDING,
         G=G,
     )
-    K, V = (K0, K1, K2), (V0, V1, V2)
-    if PAGED:  # all that a head has of a block lies together; strides count bytes
+    pages = (PAGES, last)
+    if PAGED:
         if begin >= end:
             if PDL:
                 tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
             nothing = gl.full([Q], float("-inf"), gl.float32, layout=column)
             gl.store(LSE + out_row + gl.arange(0, Q, layout=column), nothing)
             return
-        table = PAGES + b.to(gl.int64) * page_stride
-        origin = h.to(gl.int64)
-        tiles = (table, origin * head_stride, block_stride, last)
-        scales = (table, origin * (head_stride // 2), block_stride // 2, last)
-        K, V = _planes_of_cells(K0, G)
-        KS, VS = KS + G.AT_KS // 2, VS + G.AT_VS // 2
-    else:
-        tiles = (PAGES, bh.to(gl.int64) * cap, 1, last)
-        scales = tiles
+        pages = (PAGES + b.to(gl.int64) * page_stride, last)
+    K, k_scales = _side_at(KCELLS, KSCALES, b, h, kcb, kch, kct, KA)
+    V, v_scales = _side_at(VCELLS, VSCALES, b, h, vcb, vch, vct, VA)
     first_at = offset  # position of the first stored token in its sequence
     if FUSED:
         COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [3, G.HP, Q], G.SC)
         if HAS_START:
             first_at -= gl.load(START + b).to(gl.int32)
     for i in range(G.NK):
-        _copy_k(keys, i, i, K, tiles, begin, begin < end, PAGED, G)
+        _copy_k(keys, i, i, K, pages, begin, begin < end, PAGED, G)
     k0 = gl.load(TABLE)
     k1 = gl.load(TABLE + 1)
     k2 = gl.load(TABLE + 2)
@@ -1459,11 +1458,9 @@ def fragments_kernel(
         some = qs > 1e-30  # of smaller queries nothing is left, and no quotient is finite
         top_b, still = gl.where(some, top_b / qs, 0.0), gl.where(some, still / qs, 0.0)
     for t in range(begin, end):
-        scale_at = _begin(_page(scales, t, row, PAGED, G), 4 * G.RP, PAGED) + inside
-        if PAGED or G.RP < 64:
-            scale_at = gl.max_contiguous(gl.multiple_of(scale_at, G.NEAR), G.NEAR)
-        ks = gl.load(KS + scale_at)
-        vs = gl.load(VS + scale_at)
+        page = _page(pages, t, row, PAGED, G)
+        ks = _scales_of(k_scales, page, inside, G)
+        vs = _scales_of(v_scales, page, inside, G)
         bias = qs
         if BIASED:
             at = t * 256 + token
@@ -1479,7 +1476,7 @@ def fragments_kernel(
         turn = 0
         if G.VX:
             turn = (t - begin) % G.NV
-        _key_pieces(keys, values, F, V, tiles, t, turn, q_lo, q_hi, lut_k, PAGED, G, mma)
+        _key_pieces(keys, values, F, V, pages, t, turn, q_lo, q_hi, lut_k, PAGED, G, mma)
         if FUSED:
             bias = _mean_scores(COEFFICIENTS, NEAR, far, G, mma) * top_b[None, :]
             if 2 * G.H2 < G.D:
@@ -1512,7 +1509,7 @@ def fragments_kernel(
             values=values,
             ACC=ACC,
             K=K,
-            tiles=tiles,
+            pages=pages,
             following=t + 1,
             go=t + 1 < end,
             turn=turn,
@@ -1716,21 +1713,27 @@ class Repeatable(NamedTuple):
 
 _mma_launcher = Launcher(fragments_kernel)
 _MMA_SLOTS = NUMBER_SLOTS | dict(QUERY="q", ROTATED="parts", O="parts", LSE="lse_parts")
+# of a store, whose tiles lie one after the other
+_NOT_PAGED = dict(page_stride=0, requests=0, early=0, PAGED=False, LISTED=False)
+
+# %% ../../nbs/20_tensor_cores.ipynb #b6ff6791
+class _Chosen(NamedTuple):
+    "What a call compiles the kernel for, and how many programs it gets."
+
+    Q: int  # query rows of a program
+    form: Form
+    fused: bool  # the kernel computes the sums of a pre-RoPE mean
+    biased: bool  # a launch before it does
+    programs: int  # to aim at on this GPU
+    options: dict  # how Triton compiles it
 
 
-def mma_attention(
-    x: DecodeOperands,
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Repeatable` or None)
-    "Attention by the tensor-core kernel."
-    s = DecodeSizes.of(x)
-    shared = shared_arguments(x, s)
-    q = x.q
+def _choose(x: DecodeOperands, s: DecodeSizes, gpu) -> _Chosen:
+    "By the sizes, the bits and the mean of a call; gpu: `device_properties`."
     Q = 4 if s.rows <= 4 else 8
     size = max(64, padded_size(max(s.d, s.dv)))
-    blocks = -(-s.rows // Q)
-    coded = x.length - x.offset - s.chunk
-    gpu = device_properties(q.device)
     fused = x.near_angles is not None and sums_inside(size, Q)
+    biased = x.cos_sin is not None and not fused
     form = decode_form(
         FormSide(s.d, s.key_bits, tuple(x.key_chain or ())),
         FormSide(s.dv, s.value_bits, tuple(x.value_chain or ())),
@@ -1738,14 +1741,49 @@ def mma_attention(
         s.tile,
         x.cos_sin.shape[1] if fused else 0,
     )
-    biased = x.cos_sin is not None and not fused
-    centred = x.key_mean is not None and x.cos_sin is None
-    pdl = gpu.dependent
     bits = max(s.key_bits, s.value_bits)
     mean = "fused" * fused + "biased" * biased
     programs, options = packaged_config(gpu.capability, size, Q, bits, mean)
-    rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs * gpu.processors, 256)
-    splits = rule.splits(coded)
+    return _Chosen(Q, form, fused, biased, programs * gpu.processors, options)
+
+
+def _mean_arguments(x: DecodeOperands, s: DecodeSizes, chosen: _Chosen, bias) -> dict:
+    "What the kernel reads of a mean of keys: itself, with angles, or the sums of a launch."
+    absent = x.packed_lut
+    fused, biased = chosen.fused, chosen.biased
+    centred = x.key_mean is not None and x.cos_sin is None
+    return dict(
+        MK=x.key_mean if centred or fused else absent,
+        BIAS=bias if biased else absent,
+        bias_stride=s.width,
+        NEAR=x.near_angles if fused else absent,
+        FAR=x.far_angles if fused else absent,
+        MEAN_K=centred,
+        BIASED=biased,
+        FUSED=fused,
+    )
+
+# %% ../../nbs/20_tensor_cores.ipynb #850a2dc8
+def mma_attention(
+    x: DecodeOperands, paging: Paging | None = None
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Repeatable` or None)
+    "Attention by the tensor-core kernel; to the caller's memory with `paging`."
+    s = DecodeSizes.of(x, paging)
+    shared = shared_arguments(x, s)
+    gpu = device_properties(x.q.device)
+    chosen = _choose(x, s, gpu)
+    Q, form, fused, biased, programs, options = chosen
+    blocks = -(-s.rows // Q)
+    coded = x.length - x.offset - s.chunk
+    pdl = gpu.dependent
+    if paging is None:
+        cut = None
+        rule = SplitRule.of(x, s, s.batch * s.heads * blocks, programs, 256)
+        parts = Parts.empty(x, s, Q, rule.splits(coded))
+    else:
+        cut = paging.cut(x, s, Q, programs, 256)
+        parts = cut.parts
+    splits = parts.lse.shape[1]
     # rotate back in registers
     fast = x.value_hadamard and s.d == s.dv and s.d in (64, 128, 256)
     fast_k = fast and x.key_hadamard
@@ -1754,7 +1792,6 @@ def mma_attention(
     if biased:
         early = pdl and not fast_k
         bias, launches = score_bias(x, s, shared, blocks * Q, factor, early)
-    parts = Parts.empty(x, s, Q, splits)
     absent = x.packed_lut
     rotated = parts.out
     slots = _MMA_SLOTS
@@ -1764,28 +1801,16 @@ def mma_attention(
         slots = slots | dict(ROTATED="rotated")
     named = (
         shared
-        | plane_arguments(x, s)
+        | cell_arguments(x.keys, x.values)
         | dict(
+            **_mean_arguments(x, s, chosen, bias),
+            **_NOT_PAGED,
             ROTATED=rotated,
             RK_=x.key_rotation,
             RV_=x.value_rotation,
-            MK=x.key_mean if centred or fused else absent,
-            KS=x.key_scale,
-            VS=x.value_scale,
             PAGES=absent,
-            page_stride=0,
-            block_stride=1,
-            head_stride=0,
             WORK=absent,
-            requests=0,
-            early=0,
-            PAGED=False,
-            LISTED=False,
             TABLE=x.packed_lut,
-            BIAS=bias if biased else absent,
-            bias_stride=s.width,
-            NEAR=x.near_angles if fused else absent,
-            FAR=x.far_angles if fused else absent,
             factor=factor,
             O=parts.out,
             LSE=parts.lse,
@@ -1795,13 +1820,16 @@ def mma_attention(
             v_step=x.value_step,
             FAST_K=fast_k,
             FAST=fast,
-            MEAN_K=centred,
-            BIASED=biased,
-            FUSED=fused,
             PDL=pdl,
             G=form,
         )
     )
+    if paging is not None:
+        named |= paging.arguments(cut)
+        named["early"] = int(paging.early and cut.known and x.k is not None and fast_k)
+        options |= {"launch_pdl": True} if pdl else {}
+        _mma_launcher.plain(parts.lse.shape[:2].numel(), named, num_warps=1, **options)
+        return combine(x, s, shared, parts, fast, pdl, paging, cut)
     slots = slots | (dict(BIAS="bias") if biased else {})
     slots |= dict(FAR="far_angles") if fused else {}
     launches.append(

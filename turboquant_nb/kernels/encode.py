@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['MATRIX_PARTS', 'READY', 'RotationOperand', 'CodedSide', 'packed_order', 'CodingConstants', 'hold_matrix', 'load_mean',
-           'rotate_rows', 'half_table', 'load_table', 'measure_pairs', 'CodedTensors', 'locate_planes', 'locate_scales',
+           'rotate_rows', 'half_table', 'load_table', 'measure_pairs', 'CodedTensors', 'find_cell', 'cell_planes',
            'plane_bytes', 'load_older', 'store_planes', 'CodedCall', 'CallForm', 'tile_kernel', 'is_interpreted',
            'DeviceProperties', 'device_properties', 'device_refuses', 'is_current', 'strides', 'Launch', 'Launcher',
            'RowTokens', 'find_rows', 'chain_places', 'between_steps', 'leave_vectors', 'take_symbols', 'code_side',
            'row_kernel', 'refuses', 'short_config', 'lacks_bf16', 'quantizer_tables', 'window_room', 'window_searches',
-           'search_few', 'rotated_mean', 'SidePlan', 'Place', 'StoreSizes', 'AppendPlan', 'shared_plan', 'prepare',
-           'encode_append', 'append']
+           'search_few', 'rotated_mean', 'SidePlan', 'Place', 'StoreSizes', 'side_tensors', 'AppendPlan', 'shared_plan',
+           'prepare', 'encode_append', 'append']
 
 # %% ../../nbs/18_encode.ipynb #02770075
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from ..quant.codes import lane_order
@@ -123,7 +124,7 @@ def packed_order(d: int) -> tuple:
     order = lane_order(d)
     return sum(bit << (4 * i) for i, bit in enumerate(reversed(order))), len(order)
 
-
+# %% ../../nbs/18_encode.ipynb #12bad9ab
 @dataclass(frozen=True)
 class CodingConstants:
     "What the kernels are compiled for on one side: their `C`."
@@ -251,7 +252,7 @@ def _add_half(
         w2 = _weights(W, 2, k, half, TYPE, D, HALF)
     return _add_product(acc, x, w0, w1, w2, XP, WP, WIDE)
 
-
+# %% ../../nbs/18_encode.ipynb #dee01c95
 @triton.jit
 def _uncentre(x, k, mean, cos_sin, valid, C: tl.constexpr):
     "x - R_t m, fp32: channels k, rows of the mean and of the table of cosines and sines."
@@ -430,35 +431,31 @@ class CodedTensors(NamedTuple):
     matrix: object  # of the rotation
     table: object  # of the code; memory between the steps of a code by windows
     factor: object
-    first: object  # planes
-    second: object
-    third: object
-    scales: object
+    cells: object  # see `memory.Memory`
+    scales: object  # the same memory as numbers of the scales' type
+    cell_batch: object  # strides of the cells
+    cell_head: object
+    cell_step: object
 
 
 @triton.jit
-def locate_planes(side, tile, C: tl.constexpr, A: tl.constexpr, R: tl.constexpr):
-    """Where the planes of a tile begin. A store's tiles lie one after the other, in a tensor
-    for each plane, and `tile` counts them; with places A in a cell it is the cell's first
-    byte."""
-    if A is None:
-        BIT: tl.constexpr = R * (C.D // 2)
-        BASE: tl.constexpr = BIT if C.BITS == 1 else 2 * BIT
-        return side.first + tile * BASE, side.second + tile * BIT, side.third + tile * BIT
-    else:
-        first, second = side.first + (tile + A.first), side.second + (tile + A.second)
-        return first, second, side.third + (tile + A.third)
+def find_cell(b, h, block, batch_stride, head_stride, step):
+    "The first byte of the cell in which a head of a sequence has a tile, or an engine's block."
+    return (
+        b.to(tl.int64) * batch_stride + h.to(tl.int64) * head_stride + block.to(tl.int64) * step
+    )
 
 
 @triton.jit
-def locate_scales(side, tile, A: tl.constexpr, R: tl.constexpr):
-    "Where its scales begin."
-    if A is None:
-        return side.scales + tile * (4 * R)
-    else:
-        return side.scales + (tile // 2 + A.scales // 2)
+def cell_planes(CELLS, SCALES, cell, A: tl.constexpr):
+    """Planes of one side in the cell that begins at this byte, and its scales. A:
+    `memory.Places`."""
+    SIZE: tl.constexpr = SCALES.dtype.element_ty.primitive_bitwidth // 8
+    at = CELLS + cell
+    planes = at + A.first, at + A.second, at + A.third
+    return planes, SCALES + cell // SIZE + A.scales // SIZE
 
-
+# %% ../../nbs/18_encode.ipynb #9e256a10
 @triton.jit
 def plane_bytes(planes, row, mask, C: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr):
     "Where the bytes of these rows lie, in tiles whose planes begin there; which there are."
@@ -528,10 +525,7 @@ class CodedCall(NamedTuple):
     first: object
     base: object
     n: object
-    tiles: object
     limit: object
-    block_stride: object
-    cell_stride: object
 
 
 class CallForm(NamedTuple):
@@ -542,15 +536,18 @@ class CallForm(NamedTuple):
     WIDE: bool  # are there no bf16 products and no PTX?
     STATIC: bool = False  # does the device count?
     # in a kernel that goes by rows:
+    PAGED: bool = False  # do an engine's slots say where tokens go?
     STEPS: int = 1  # 4: tokens of one call may share bytes
     SKIP: bool = False  # are whole tiles left out?
     sinks: int = 0  # exact tokens to keep, where STEPS is 1
     ring: int = 0
     PDL: bool = False  # may the next kernel begin?
 
-
+# %% ../../nbs/18_encode.ipynb #fcb1ef45
 @triton.jit
-def _whole_tiles(side, call, FLAG, C: tl.constexpr, BY_TOKEN: tl.constexpr, F: tl.constexpr):
+def _whole_tiles(
+    side, call, FLAG, C: tl.constexpr, A: tl.constexpr, BY_TOKEN: tl.constexpr, F: tl.constexpr
+):
     "M byte rows of `each` whole tiles of one head."
     D: tl.constexpr = C.D
     HALF: tl.constexpr = C.HALF
@@ -576,8 +573,7 @@ def _whole_tiles(side, call, FLAG, C: tl.constexpr, BY_TOKEN: tl.constexpr, F: t
     x_at = side.states + b * side.batch_stride + head * side.head_stride
     token = (row + (tile * (4 * R) - call.first)).to(tl.int64)
     x_at += token[:, None] * side.token_stride + k[None, :]
-    at = bh * call.tiles + tile
-    scale_at = locate_scales(side, at, None, R) + row
+    cell = find_cell(b, head, tile, side.cell_batch, side.cell_head, side.cell_step)
     t = row + tile * (4 * R) + call.base
     if ROPE > 0:
         t -= tl.load(call.start + b).to(tl.int32)
@@ -607,26 +603,25 @@ def _whole_tiles(side, call, FLAG, C: tl.constexpr, BY_TOKEN: tl.constexpr, F: t
             if C.MEAN:
                 lo, hi = lo - m_lo, hi - m_hi
             pair, scale, f, g = measure_pairs(lo, hi, edges, levels, side.factor, C, WIDE)
-            tl.store(scale_at, scale.to(scale_at.dtype.element_ty))
             finite, fitting = finite & f, fitting & g
             quarter = step & 3
+            planes, scales = cell_planes(side.cells, side.scales, cell, A)
+            tl.store(scales + (quarter * R + row), scale.to(scales.dtype.element_ty))
             word += tl.mul(
                 pair, 1 << (quarter & 1) * 8 + (quarter >> 1) * 4, sanitize_overflow=False
             )  # bit 31 is a code's
             if quarter == 3:
-                planes = locate_planes(side, at, C, None, R)
                 places = plane_bytes(planes, row, row >= 0, C, BY_TOKEN, R)
                 store_planes(places, word, (), none, BITS, True)
                 word = tl.zeros((M, HALF), tl.int32)
-                at += 1
+                cell += side.cell_step
             x_at += R * side.token_stride
-            scale_at += R
             t += R
         tl.store(FLAG + none, 1, mask=~finite)
         tl.store(FLAG + 1 + none, 1, mask=~fitting)
 
 # %% ../../nbs/18_encode.ipynb #a262aeae
-@triton.jit(do_not_specialize=["first", "base", "n", "tiles", "limit", "each"])
+@triton.jit(do_not_specialize=["first", "base", "n", "limit", "each"])
 def tile_kernel(
     KX,
     ksb,
@@ -635,10 +630,11 @@ def tile_kernel(
     KW,
     KTAB,
     kfactor,
-    KP0,
-    KP1,
-    KP2,
-    KSCALE,
+    KCELLS,
+    KSCALES,
+    kcb,
+    kch,
+    kct,
     VX,
     vsb,
     vsh,
@@ -646,10 +642,11 @@ def tile_kernel(
     VW,
     VTAB,
     vfactor,
-    VP0,
-    VP1,
-    VP2,
-    VSCALE,
+    VCELLS,
+    VSCALES,
+    vcb,
+    vch,
+    vct,
     MEAN,
     COS_SIN,
     START,
@@ -660,24 +657,25 @@ def tile_kernel(
     first,
     base,
     n,
-    tiles,
     limit,
     KC: tl.constexpr,
     VC: tl.constexpr,
+    KA: tl.constexpr,
+    VA: tl.constexpr,
     F: tl.constexpr,
 ):
     if F.STATIC:
         first = tl.load(POSITION)
         n = tl.where(first + n <= limit, n, 0)
-    call = CodedCall(
-        MEAN, COS_SIN, START, 0, heads, 0, each, first, base, n, tiles, limit, 0, 0
-    )
+    call = CodedCall(MEAN, COS_SIN, START, 0, heads, 0, each, first, base, n, limit)
     if tl.program_id(2) == 0:
-        key = CodedTensors(KX, ksb, ksh, ksn, KW, KTAB, kfactor, KP0, KP1, KP2, KSCALE)
-        _whole_tiles(key, call, FLAG, KC, False, F)
+        key = CodedTensors(KX, ksb, ksh, ksn, KW, KTAB, kfactor, KCELLS, KSCALES, kcb, kch, kct)
+        _whole_tiles(key, call, FLAG, KC, KA, False, F)
     else:
-        value = CodedTensors(VX, vsb, vsh, vsn, VW, VTAB, vfactor, VP0, VP1, VP2, VSCALE)
-        _whole_tiles(value, call, FLAG + 2, VC, True, F)
+        value = CodedTensors(
+            VX, vsb, vsh, vsn, VW, VTAB, vfactor, VCELLS, VSCALES, vcb, vch, vct
+        )
+        _whole_tiles(value, call, FLAG + 2, VC, VA, True, F)
 
 # %% ../../nbs/18_encode.ipynb #53cd24d8
 def is_interpreted() -> bool:
@@ -767,7 +765,7 @@ READY = {}
 _FLOATS = "scaling", "cap_at", "k_step", "v_step", "factor", "kfactor", "vfactor"
 _type = operator.attrgetter("dtype", "is_cpu")  # Triton refuses tensors that no GPU can reach
 
-
+# %% ../../nbs/18_encode.ipynb #cd60e644
 class Launcher:
     """Launches a kernel with arguments by name; from the second time on without Triton's own
     search for the compiled kernel."""
@@ -854,14 +852,14 @@ class RowTokens(NamedTuple):
     i: object  # token, counted among those that are new
     p: object  # counted from the first tile; an engine's slot
     t: object  # in its tile
-    tile: object  # as `locate_planes` takes it
+    tile: object  # of its sequence; an engine's block
     there: object  # whether there is a state
     valid: object  # whether it is coded
     lost: object  # whether it finds no room, first of its sequence
 
 
 @triton.jit
-def find_rows(call, A: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr):
+def find_rows(call, F: tl.constexpr, STEPS: tl.constexpr):
     """Which tokens M rows of one head begin with. Of a store's with several steps these are the
     first R of its new tokens and of each tile after them, without whole ones if SKIP; of an
     engine's those that nothing before them shares bytes with."""
@@ -871,7 +869,7 @@ def find_rows(call, A: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr):
     head = tl.program_id(0) // blocks
     r = tl.program_id(0) % blocks * M + tl.arange(0, M)
     there = r < call.rows
-    if A is None:
+    if not F.PAGED:
         first, n = call.first, call.n
         b, i = (r // call.each).to(tl.int64), r % call.each
         valid, lost = there, there
@@ -890,7 +888,6 @@ def find_rows(call, A: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr):
             valid, lost = there & fits, there & (i == 0) & (first > 0) & (fits == 0)
         p = first + i
         t = p % (4 * R)
-        tile = (b * call.heads + head) * call.tiles + p // (4 * R)
     else:
         b, i, lost = (r * 0).to(tl.int64), r, there
         p = tl.load(call.slots + i, mask=there, other=-1)
@@ -899,9 +896,7 @@ def find_rows(call, A: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr):
         if STEPS > 1:
             before = tl.load(call.slots + i - R, mask=there & (i >= R), other=-1)
             valid &= (before != p - R) | (t < R)
-        tile = (p // (4 * R)).to(tl.int64) * call.block_stride
-        tile += head.to(tl.int64) * call.cell_stride
-    return RowTokens(r, b, head, i, p, t, tile, there, valid, lost)
+    return RowTokens(r, b, head, i, p, t, p // (4 * R), there, valid, lost)
 
 # %% ../../nbs/18_encode.ipynb #226585ab
 @triton.jit
@@ -1003,14 +998,14 @@ def _has_work(mask, STEPS: tl.constexpr):
 
 @triton.jit
 def _old_bytes(
-    side, rows, C: tl.constexpr, A: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
+    side, cell, rows, C: tl.constexpr, A: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
 ):
     "Where the bytes of these rows lie, and what is there."
-    planes = locate_planes(side, rows.tile[:, None], C, A, R)
+    planes, _ = cell_planes(side.cells, side.scales, cell[:, None], A)
     places = plane_bytes(planes, rows.t % R, rows.valid, C, BY_TOKEN, R)
     return places, load_older(places, C.BITS)
 
-
+# %% ../../nbs/18_encode.ipynb #7d9658ad
 @triton.jit
 def _code_rows(
     side,
@@ -1039,7 +1034,7 @@ def _code_rows(
     WIDE: tl.constexpr = F.WIDE
     TYPE: tl.constexpr = X.dtype.element_ty if XP == 1 else tl.bfloat16
     VALUES: tl.constexpr = 1 if BY_TOKEN else 0
-    n = call.n if A is None else call.rows
+    n = call.rows if F.PAGED else call.n
     bh = b * call.heads + rows.head
     x_at = X + b * side.batch_stride + rows.head.to(tl.int64) * side.head_stride
     # nothing is written before all is read that does not hang on it: each wait is for memory
@@ -1056,16 +1051,19 @@ def _code_rows(
     if STEP == 0:
         edges, levels = load_table(side.table, BITS)
     if STEP != 1:
-        scale_at = locate_scales(side, rows.tile, A, R)
+        cell = find_cell(
+            b, rows.head, rows.tile, side.cell_batch, side.cell_head, side.cell_step
+        )
+        _, scales = cell_planes(side.cells, side.scales, cell, A)
         if STEPS == 1:
-            places, older = _old_bytes(side, rows, C, A, BY_TOKEN, R)
+            places, older = _old_bytes(side, cell, rows, C, A, BY_TOKEN, R)
     word, new = tl.zeros((M, HALF), tl.int32), r * 0  # slots of new tokens
     finite, fitting = r >= 0, r >= 0
     for q in range(STEPS):
         i, ok, now = rows.i + q * R, there, valid
         if STEPS > 1:
             now = valid & (t + q * R < 4 * R) & (i < n)
-            if A is not None:
+            if F.PAGED:
                 now &= tl.load(call.slots + i, mask=now, other=-1) == rows.p + q * R
             ok = now
         if _has_work(now, STEPS):
@@ -1099,7 +1097,7 @@ def _code_rows(
                     found = take_symbols(room, now, side.factor, C)
                 pair, scale, f, g = found
                 scale = scale.to(side.scales.dtype.element_ty)
-                tl.store(scale_at + t + q * R, scale, mask=now)
+                tl.store(scales + t + q * R, scale, mask=now)
                 quarter = t // R + q
                 slot = (quarter & 1) * 4 + (quarter >> 1) * 2
                 new |= tl.where(now, 3 << slot, 0)
@@ -1110,15 +1108,24 @@ def _code_rows(
                 finite, fitting = finite & (f | ~now), fitting & (g | ~now)
     if STEP != 1:
         if STEPS > 1:  # there is enough to wait for without them, and few registers
-            places, older = _old_bytes(side, rows, C, A, BY_TOKEN, R)
+            places, older = _old_bytes(side, cell, rows, C, A, BY_TOKEN, R)
         store_planes(places, word, older, 255 - new, BITS, False)
-        if A is None:
+        if not F.PAGED:
             if F.STATIC and STEPS == 1:
                 nothing = ((r * 0).to(tl.float32) + float("nan")).to(
                     side.scales.dtype.element_ty
                 )
-                last = bh * call.tiles * (4 * R) + call.first - 1
-                tl.store(side.scales + last, nothing, mask=rows.lost)
+                last = call.first - 1
+                cell = find_cell(
+                    b,
+                    rows.head,
+                    last // (4 * R),
+                    side.cell_batch,
+                    side.cell_head,
+                    side.cell_step,
+                )
+                _, scales = cell_planes(side.cells, side.scales, cell, A)
+                tl.store(scales + last % (4 * R), nothing, mask=rows.lost)
             tl.store(FLAG + r * 0, 1, mask=~finite)
             tl.store(FLAG + 1 + r * 0, 1, mask=~fitting)
 
@@ -1140,12 +1147,12 @@ def code_side(
     OWN: tl.constexpr = STEP if C.CHAIN > 0 else 0
     STEPS: tl.constexpr = 1 if OWN == 1 else F.STEPS  # each vector is left by itself
     if STEP < 2 or C.CHAIN > 0:
-        rows = find_rows(call, A, F, STEPS)
+        rows = find_rows(call, F, STEPS)
         if _has_work(rows.valid, STEPS):
             _code_rows(side, exact, call, rows, FLAG, C, A, F, STEPS, OWN, BY_TOKEN)
 
-
-@triton.jit(do_not_specialize=["rows", "first", "base", "n", "tiles", "limit"])
+# %% ../../nbs/18_encode.ipynb #b61e89f2
+@triton.jit(do_not_specialize=["rows", "first", "base", "n", "limit"])
 def row_kernel(
     KX,
     ksb,
@@ -1154,10 +1161,11 @@ def row_kernel(
     KW,
     KTAB,
     kfactor,
-    KP0,
-    KP1,
-    KP2,
-    KSCALE,
+    KCELLS,
+    KSCALES,
+    kcb,
+    kch,
+    kct,
     KSINKS,
     KRING,
     VX,
@@ -1167,10 +1175,11 @@ def row_kernel(
     VW,
     VTAB,
     vfactor,
-    VP0,
-    VP1,
-    VP2,
-    VSCALE,
+    VCELLS,
+    VSCALES,
+    vcb,
+    vch,
+    vct,
     VSINKS,
     VRING,
     MEAN,
@@ -1185,10 +1194,7 @@ def row_kernel(
     first,
     base,
     n,
-    tiles,
     limit,
-    block_stride,
-    cell_stride,
     KC: tl.constexpr,
     VC: tl.constexpr,
     KA: tl.constexpr,
@@ -1202,27 +1208,14 @@ def row_kernel(
         first = tl.load(POSITION)
         if F.STEPS > 1:
             n = tl.where(first + n <= limit, n, 0)
-    call = CodedCall(
-        MEAN,
-        COS_SIN,
-        START,
-        SLOTS,
-        heads,
-        rows,
-        each,
-        first,
-        base,
-        n,
-        tiles,
-        limit,
-        block_stride,
-        cell_stride,
-    )
+    call = CodedCall(MEAN, COS_SIN, START, SLOTS, heads, rows, each, first, base, n, limit)
     if tl.program_id(1) == 0:
-        key = CodedTensors(KX, ksb, ksh, ksn, KW, KTAB, kfactor, KP0, KP1, KP2, KSCALE)
+        key = CodedTensors(KX, ksb, ksh, ksn, KW, KTAB, kfactor, KCELLS, KSCALES, kcb, kch, kct)
         code_side(key, (KSINKS, KRING), call, FLAG, KC, KA, F, STEP, False)
     else:
-        value = CodedTensors(VX, vsb, vsh, vsn, VW, VTAB, vfactor, VP0, VP1, VP2, VSCALE)
+        value = CodedTensors(
+            VX, vsb, vsh, vsn, VW, VTAB, vfactor, VCELLS, VSCALES, vcb, vch, vct
+        )
         code_side(value, (VSINKS, VRING), call, FLAG + 2, VC, VA, F, STEP, True)
     if F.STATIC and F.STEPS == 1 and STEP != 1:
         fits = first + n <= limit
@@ -1235,13 +1228,12 @@ def row_kernel(
 # %% ../../nbs/18_encode.ipynb #40e00004
 from dataclasses import replace
 from collections import defaultdict
-from operator import itemgetter
 
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache.clock import check_states, is_captured
-from ..cache.memory import _coder
+from ..cache.memory import Memory, Part, _coder
 from ..cache.store import KVStore
 from ..quant.codes import KERNELS, find_code
 from ..quant.recipe import Recipe, as_recipe
@@ -1378,7 +1370,7 @@ def search_few(code, x: Tensor, to: tuple) -> None:
     "A search, by a warp for each vector."
     KERNELS["few"](code.trellis, x, code.windows.levels, *to)
 
-
+# %% ../../nbs/18_encode.ipynb #2389b650
 _ROTATED = WeakIdKeyDictionary()  # by the means of layers, which live as long as their frames
 
 
@@ -1416,8 +1408,6 @@ class SidePlan:
         self.constants = CodingConstants.of(side, rotation, device_properties(device).roomy)
         self.rope, self.rotation = rope, rotation
         self.fitted = rotation.parts, table, rotation.factor
-        n = max(1, bits - 1)  # planes; then come scale, sinks and recent
-        self.pick = itemgetter(0, min(1, n - 1), n - 1, n, n + 1, n + 2)
 
     def subtracted(self, mean: Tensor | None) -> Tensor:
         """What the kernels take for a mean: one before RoPE as it is, any other rotated; where
@@ -1438,7 +1428,7 @@ class Place(NamedTuple):
 # %% ../../nbs/18_encode.ipynb #d049450a
 _row_launcher, _tile_launcher = Launcher(row_kernel), Launcher(tile_kernel)
 # arguments of both sides by the kernels' names
-_OF_SIDE = "X sb sh sn W TAB factor P0 P1 P2 SCALE SINKS RING".split()
+_OF_SIDE = "X sb sh sn W TAB factor CELLS SCALES cb ch ct SINKS RING".split()
 _SIDES = [(s if name[0].isupper() else s.lower()) + name for s in "KV" for name in _OF_SIDE]
 
 
@@ -1452,6 +1442,12 @@ class StoreSizes(NamedTuple):
     recent: int = 0  # slots of the ring
 
 
+def side_tensors(part: Part) -> tuple:
+    "Cells with their strides, sinks and ring of a part of a store, as kernels take them."
+    exact = part.exact.tensors
+    return *part.memory.strided, exact["sinks"], exact["recent"]
+
+# %% ../../nbs/18_encode.ipynb #997641f7
 class AppendPlan:
     """How appends to stores of one kind, or to an engine's blocks, are launched, with the
     quantizers `qs`."""
@@ -1466,7 +1462,12 @@ class AppendPlan:
         self.chained = bool(self.key.code or self.value.code)
         gpu, self.device = device_properties(device), device
         self.rows, self.options = short_config(self.room, gpu.roomy)
+        places = (
+            Memory(q.code, along, tile, q.scale_dtype).places
+            for q, along in zip(qs, ("channel", "token"))
+        )
         self.constants = dict(KC=self.key.constants, VC=self.value.constants)
+        self.constants |= zip(("KA", "VA"), places)
         self.form = CallForm(tile // 4, self.rows, lacks_bf16(device))
         self.short = [
             self.form._replace(STATIC=static, sinks=sinks, ring=ring)
@@ -1483,17 +1484,11 @@ class AppendPlan:
             m, options = self.config
             self.config = min(m, 32), options
 
-    def picked(self, parts) -> list:
-        "Planes, scales, sinks and ring of the parts of a store."
-        plans = self.key, self.value
-        return [plan.pick([*part.tensors.values()]) for plan, part in zip(plans, parts)]
-
     def named(self, k, v, sides: tuple, shared: dict, place: Place) -> dict:
-        """Arguments by name. sides: planes, scales, sinks and ring of keys and of values;
-        shared: `MEAN`, `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any
-        tensor for what is not needed)."""
+        """Arguments by name. sides: `side_tensors` of keys and of values; shared: `MEAN`,
+        `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any tensor for what
+        is not needed)."""
         key, value = sides
-        *_, scales, _, _ = key
         values = (
             *(k, *k.stride()[:3], *self.key.fitted, *key),
             *(v, *v.stride()[:3], *self.value.fitted, *value),
@@ -1504,43 +1499,9 @@ class AppendPlan:
             first=place.first,
             base=place.base,
             n=k.shape[2],
-            tiles=scales.shape[2],
             limit=place.limit,
-            block_stride=0,
-            cell_stride=0,
-            KA=None,
-            VA=None,
             **self.constants,
         )
-
-    def launch_rows(
-        self,
-        named: dict,
-        rows: int,  # of a head
-        form: CallForm,
-        options: dict,
-        ready: dict | None = None,  # see `Launcher.launch_known`
-        search=search_few,
-    ) -> None:
-        "Rows of all heads, in the steps that their codes take."
-        heads = named["heads"]
-        room, steps = None, (0,)
-        if self.chained:  # vectors, symbols and three numbers, of both sides
-            steps, room = (1, 2), window_room(heads * rows, self.room, self.device)
-            sides = zip(("KTAB", "VTAB"), (self.key, self.value))
-            named |= {name: room for name, side in sides if side.code}
-        grid = heads * -(-rows // form.M), 2, 1  # each head has programs of its own
-        for step in steps:
-            if step == 2:
-                codes = self.key.code, self.value.code
-                for found in window_searches(codes, room, heads * rows, self.room):
-                    search(*found)
-            of_step = named | dict(rows=rows, F=form, STEP=step)
-            if ready is None:
-                _row_launcher(grid, of_step, {}, **options)
-            else:
-                known = ready[form.STATIC, step]
-                _row_launcher.launch_known(grid, of_step, known, **options)
 
     def launch(self, k, v, sides: tuple, shared: dict, place: Place) -> None:
         "A short append; arguments as of `named`."
@@ -1549,38 +1510,71 @@ class AppendPlan:
         form = self.short[place.on_device]
         self.launch_rows(named, k.shape[0] * n, form, self.options, self.ready)
 
-    def launch_long(
-        self,
-        k,
-        v,
-        sides: tuple,
-        shared: dict,
-        place: Place,
-        config: tuple | None = None,  # rows of a program and how Triton compiles it
-    ) -> None:
-        "A long one: whole tiles, and rows for the rest; arguments as of `named`."
-        k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-        (b, h, n, _), tile, (m, options) = k.shape, self.tile, config or self.config
-        named = self.named(k, v, sides, shared, place)
-        form = self.form._replace(STATIC=place.on_device)
-        begun = 0 if place.on_device else min(n, -place.first % tile)  # in a tile that is there
-        whole = 0
-        if self.whole:
-            if tile // 4 % m == 0:
-                whole = (n - begun) // tile
-            of_tiles, m, options = (m, options), self.rows, self.options
-        if whole:
-            rows, how = of_tiles
-            blocks, processors = tile // 4 // rows, device_properties(k.device).processors
-            each = max(1, min(16, whole * blocks * b * h // (6 * processors)))
-            grid = -(-whole // each) * blocks, b * h, 2
-            more = dict(each=each, F=form._replace(M=rows))
-            _tile_launcher(grid, named | more, {}, **how)
-        if place.on_device or begun or n > whole * tile:
-            parts = 2 if whole else 1 + -(-(n - begun) // tile)
-            named["each"] = parts * (tile // 4)
-            form = form._replace(M=m, STEPS=4, SKIP=whole > 0)
-            self.launch_rows(named, b * named["each"], form, options)
+# %% ../../nbs/18_encode.ipynb #3d002e1f
+@patch
+def launch_rows(
+    self: AppendPlan,
+    named: dict,
+    rows: int,  # of a head
+    form: CallForm,
+    options: dict,
+    ready: dict | None = None,  # see `Launcher.launch_known`
+    search=search_few,
+) -> None:
+    "Rows of all heads, in the steps that their codes take."
+    heads = named["heads"]
+    room, steps = None, (0,)
+    if self.chained:  # vectors, symbols and three numbers, of both sides
+        steps, room = (1, 2), window_room(heads * rows, self.room, self.device)
+        sides = zip(("KTAB", "VTAB"), (self.key, self.value))
+        named |= {name: room for name, side in sides if side.code}
+    grid = heads * -(-rows // form.M), 2, 1  # each head has programs of its own
+    for step in steps:
+        if step == 2:
+            codes = self.key.code, self.value.code
+            for found in window_searches(codes, room, heads * rows, self.room):
+                search(*found)
+        of_step = named | dict(rows=rows, F=form, STEP=step)
+        if ready is None:
+            _row_launcher(grid, of_step, {}, **options)
+        else:
+            known = ready[form.STATIC, step]
+            _row_launcher.launch_known(grid, of_step, known, **options)
+
+
+@patch
+def launch_long(
+    self: AppendPlan,
+    k,
+    v,
+    sides: tuple,
+    shared: dict,
+    place: Place,
+    config: tuple | None = None,  # rows of a program and how Triton compiles it
+) -> None:
+    "A long one: whole tiles, and rows for the rest; arguments as of `named`."
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    (b, h, n, _), tile, (m, options) = k.shape, self.tile, config or self.config
+    named = self.named(k, v, sides, shared, place)
+    form = self.form._replace(STATIC=place.on_device)
+    begun = 0 if place.on_device else min(n, -place.first % tile)  # in a tile that is there
+    whole = 0
+    if self.whole:
+        if tile // 4 % m == 0:
+            whole = (n - begun) // tile
+        of_tiles, m, options = (m, options), self.rows, self.options
+    if whole:
+        rows, how = of_tiles
+        blocks, processors = tile // 4 // rows, device_properties(k.device).processors
+        each = max(1, min(16, whole * blocks * b * h // (6 * processors)))
+        grid = -(-whole // each) * blocks, b * h, 2
+        more = dict(each=each, F=form._replace(M=rows))
+        _tile_launcher(grid, named | more, {}, **how)
+    if place.on_device or begun or n > whole * tile:
+        parts = 2 if whole else 1 + -(-(n - begun) // tile)
+        named["each"] = parts * (tile // 4)
+        form = form._replace(M=m, STEPS=4, SKIP=whole > 0)
+        self.launch_rows(named, b * named["each"], form, options)
 
 # %% ../../nbs/18_encode.ipynb #2199f06a
 @lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
@@ -1654,7 +1648,7 @@ def encode_append(
         found = _prepared(store)
         check_states(store, k, v, ("k", "v"))
     plan, _, mean = found
-    parts, n = store.parts, k.shape[2]
+    n = k.shape[2]
     room = store.key.memory.tiles * store.tile
     if not 0 <= first <= first + n <= room:
         raise ValueError(f"tokens must lie in [0, {room}), got {first} and {n} more")
@@ -1672,8 +1666,8 @@ def encode_append(
             "FLAG": flags,
             "SLOTS": flags,
         }
-        place = Place(first, store.offset)
-        plan.launch_long(k, v, plan.picked(parts), shared, place, config)
+        sides, place = [*map(side_tensors, store.parts)], Place(first, store.offset)
+        plan.launch_long(k, v, sides, shared, place, config)
     return flags
 
 # %% ../../nbs/18_encode.ipynb #40f00004
@@ -1765,7 +1759,8 @@ def _launch_at(launch, sides, start, position, flags, cos_sin, max_length):
         "SLOTS": flags,
     }
     place = Place(0, limit=max_length, on_device=True)
-    launch(plan, *(s.x for s in sides), plan.picked(s.part for s in sides), shared, place)
+    tensors = [side_tensors(s.part) for s in sides]
+    launch(plan, *(s.x for s in sides), tensors, shared, place)
 
 # %% ../../nbs/18_encode.ipynb #e6c43390
 def _append_at(*operands):
@@ -1822,7 +1817,9 @@ def append(
         _make_room(store, k.shape[2])
     flags, at = flags_of(store), store.length - store.offset
     cos_sin = flags if store.cos_sin is None else store.rope_table
-    sides, place, position = plan.picked(store.parts), Place(at, store.offset), flags
+    sides = [*map(side_tensors, store.parts)]
+    place = Place(at, store.offset)
+    position = flags
     if store.clock.fixed:
         place, position = Place(0, limit=store.max_length, on_device=True), store.clock.position
     shared = {

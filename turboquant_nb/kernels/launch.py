@@ -21,6 +21,7 @@ from turboquant_nb.kernels.decode import (
     CodeTables,
     DecodeOperands,
     DecodeSizes,
+    Paging,
     angle_tables,
     is_interpreted,
     portable_attention,
@@ -34,10 +35,12 @@ from .encode import Launch, device_properties, is_current
 from ..cache.store import KVStore
 
 # %% ../../nbs/reference/kernels_launch.ipynb #0c917354
-def _run_portable(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
+def _run_portable(
+    x: DecodeOperands, paging: Paging | None = None
+) -> tuple:  # (output, log-sum-exp)
     "Attention by the portable kernel, with the bias of a pre-RoPE mean where there is one."
     if x.cos_sin is None:
-        return portable_attention(x)
+        return portable_attention(x, paging=paging)
     s = DecodeSizes.of(x)
     return portable_attention(
         x, score_bias(x, s, shared_arguments(x, s), -(-s.rows // 16) * 16, x.scaling)[0]
@@ -215,19 +218,23 @@ def refuses(
     return _call_reason(call) or why
 
 # %% ../../nbs/reference/kernels_launch.ipynb #abffc2b6
-_SCHEMA = """(Tensor q, Tensor[] key_planes, Tensor key_scale, Tensor[] value_planes, Tensor value_scale,
+_SCHEMA = """(Tensor q, Tensor key_cells, Tensor key_scales, Tensor value_cells, Tensor value_scales,
  Tensor packed_lut, Tensor levels, Tensor key_rotation, Tensor value_rotation, Tensor? key_mean,
  Tensor key_sinks, Tensor key_recent, Tensor value_sinks, Tensor value_recent, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? cos_sin, Tensor? near_angles, Tensor? far_angles, float key_step, float value_step,
  SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? sliding_window, float? softcap,
- SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own, int[]? key_chain, int[]? value_chain, SymInt? rotating) -> (Tensor, Tensor)"""
+ SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own, int[] key_places, int[] value_places,
+ SymInt tile, SymInt key_bits, SymInt value_bits, int[]? key_chain, int[]? value_chain, SymInt? rotating) -> (Tensor, Tensor)"""
 
 
-def run_kernel(x: DecodeOperands) -> tuple:  # (output, log-sum-exp, `Repeatable` or None)
+def run_kernel(
+    x: DecodeOperands,
+    paging: Paging | None = None,  # of an engine, whose memory takes what comes out
+) -> tuple:  # (output, log-sum-exp, `Repeatable` or None)
     "Attention by the kernel that the operands name."
     if x.q.device.type != "cuda":
-        return *_run_portable(x), None
+        return *_run_portable(x, paging), None
     with torch.cuda.device(x.q.device):
-        return (*_run_portable(x), None) if x.portable else mma_attention(x)
+        return (*_run_portable(x, paging), None) if x.portable else mma_attention(x, paging)
 
 
 def _run_operator(*operands) -> tuple:

@@ -92,11 +92,14 @@ class LayerFrame:
             self.placed[name] = found, scale
         return self.placed[name]
 
-    def of_heads(self, heads: slice) -> "LayerFrame":
+    def of_heads(
+        self,
+        heads: slice,  # which of the H heads: those of one rank under tensor parallelism
+    ) -> "LayerFrame":
         "The frame of some of the KV heads."
         return LayerFrame(**{name: x[heads] for name, x in self.tensors.items()})
 
-
+# %% ../../nbs/13_calibration.ipynb #5057363a
 class FrameSums:
     """Sums over the keys of one layer and over the queries that read them: all that its frame
     is made of. Windows are added one after the other; variances as Chan, Golub and LeVeque
@@ -113,7 +116,10 @@ class FrameSums:
         self.mean = self.fixed = self.apart = 0.0  # of keys before and after RoPE; [H, d] fp32
         self.energies = []  # [Hq, d] mean squares of queries
 
-    def add_keys(self, keys: Tensor) -> None:  # [B, H, n, d] of whole windows
+    def add_keys(
+        self,
+        keys: Tensor,  # [B, H, n, d] after RoPE, of whole windows
+    ) -> None:
         "Take the keys of n positions, the first of which is 0."
         x = keys.float()
         n = keys.shape[2]
@@ -132,7 +138,10 @@ class FrameSums:
         self.mean = self.mean + off * share
         self.fixed = self.fixed + (fixed - self.fixed) * share
 
-    def add_queries(self, queries: Tensor) -> None:  # [B, Hq, n, d]
+    def add_queries(
+        self,
+        queries: Tensor,  # [B, Hq, n, d] after RoPE
+    ) -> None:
         "Take the queries of whole windows, of one of the layers that read these keys."
         self.energies.append(queries[:, :, self.skip :].float().square().mean((0, 2)))
 
@@ -151,7 +160,7 @@ class FrameSums:
         held = dict(mean=mean, fixed=self.fixed, pair=pair)
         return LayerFrame(**{n: None if x is None else x.cpu() for n, x in held.items()})
 
-
+# %% ../../nbs/13_calibration.ipynb #8f28bcaa
 @dataclass(frozen=True, eq=False)
 class Calibration:
     """What was found of one model by reading some text: frames and transforms of its keys, a
@@ -172,7 +181,10 @@ class Calibration:
                 f"{len(self.transforms)}"
             )
 
-    def check(self, config) -> None:
+    def check(
+        self,
+        config,  # of transformers; of a model with several parts, the whole
+    ) -> None:
         "Raise ValueError, naming what differs, unless it is of a model with this config."
         mine = self.header["about"]
         other = read_facts(config)
@@ -182,7 +194,10 @@ class Calibration:
         if differ:
             raise ValueError(f"the calibration is of another model: it has {'; '.join(differ)}")
 
-    def recipes(self, recipes: list) -> list:
+    def recipes(
+        self,
+        recipes: list,  # a `Recipe` for each of these layers, in order
+    ) -> list:  # the same list where there are no transforms
         """Recipes of all layers that hold keys and values, with the transforms, if there are
         any, in place of their rotation. Raises ValueError for another number of layers, and for
         a rotation that was chosen."""
@@ -224,7 +239,10 @@ class Calibration:
 FORMAT = "turboquant-nb calibration 3"
 
 
-def save_calibration(c: Calibration, path) -> None:
+def save_calibration(
+    c: Calibration,
+    path,  # of the file to write; replaced where there is one
+) -> None:
     """Write transforms, frames and header to one safetensors file; of frames alone, kilobytes.
     Raises TypeError for what is no calibration."""
     checks.instance(c, "calibration", Calibration)
@@ -268,7 +286,7 @@ def load_calibration(
         raise ValueError(f"gain must hold {len(maps)} numbers, got {len(header['gain'])}")
     return replace(found, transforms=[register_transform(x) for x in found.transforms])
 
-
+# %% ../../nbs/13_calibration.ipynb #5460fa69
 def _check_header(header: Saved) -> None:
     "Raise ValueError, naming the field, unless a calibration can have such a header."
     about = Saved.of(header["about"], "about")
@@ -297,7 +315,7 @@ def _check_header(header: Saved) -> None:
     for row in losses["size"]:
         Saved(size=row).wholes("size", 2, 1)
 
-
+# %% ../../nbs/13_calibration.ipynb #9f2baaa6
 def _is_path(name: str) -> bool:
     """Whether no repository can be called so. Without a network the hub's client asks for half
     a minute before it gives up."""

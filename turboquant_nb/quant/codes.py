@@ -180,7 +180,10 @@ def sketched_code(
     return SketchedCode(base, _sketch(d, kind, spec.seed, "cpu"))
 
 
-def sign_code(spec: Spec, d: int) -> ScalarCode:
+def sign_code(
+    spec: Spec,  # residual="sign", integer bits >= 2, the sign included
+    d: int,  # head size
+) -> ScalarCode:
     "A table and the sign of its error, as one table."
     base = scalar_codebook(spec.codebook, spec.bits - 1, d)
     book = sign_codebook(spec.bits, base=base).to_int8_grid()
@@ -341,7 +344,10 @@ from .recipe import Recipe, as_recipe
 
 # %% ../../nbs/12_codes.ipynb #a8988747
 @lru_cache(maxsize=256)
-def find_code(spec: Spec, d: int) -> Code:
+def find_code(
+    spec: Spec,  # bits, codebook, residual and seed decide
+    d: int,  # head size
+) -> Code:
     "The one code that a spec names, on the CPU. Raises ValueError for bits that do not fit d."
     if spec.codebook.startswith(COARSER):
         finer = find_code(replace(spec, codebook=spec.codebook.removeprefix(COARSER)), d)
@@ -383,7 +389,10 @@ def by_layer(
     return recipes
 
 # %% ../../nbs/12_codes.ipynb #22d00001
-def at_bits(spec: Spec, bits: int | float | tuple) -> Spec:
+def at_bits(
+    spec: Spec,
+    bits: int | float | tuple,  # as `Spec.bits`: one integer, a fraction, or one per channel
+) -> Spec:
     """The spec with other bits. A trellis code has 1, 2 or 3; for all others its channels are
     looked up in the table of the default codebook."""
     scalar = spec.codebook in LATER_CODES and (type(bits) is not int or bits > 3)

@@ -107,12 +107,16 @@ def _text(config):
     return config if part is None else part(decoder=True)
 
 
-def is_registered(config) -> bool:
+def is_registered(
+    config,  # of transformers; of a model with several parts, the whole
+) -> bool:
     "Whether a family of its own reads this configuration."
     return _text(config).model_type in _FAMILIES
 
 
-def read_layers(config) -> list:
+def read_layers(
+    config,  # of transformers; of a model with several parts, the whole
+) -> list:  # in the order of the layers, coded or not
     "A `LayerInfo` for each layer of a model with this configuration."
     config = _text(config)
     return _FAMILIES.get(config.model_type, _usual_layers)(config)
@@ -135,7 +139,9 @@ def read_facts(
     }
 
 
-def longest_context(config) -> int | None:
+def longest_context(
+    config,  # of transformers; of a model with several parts, the whole
+) -> int | None:
     "Tokens that the model was made to read at most; None where the configuration says nothing."
     # The second name is MPT's, the third Whisper's.
     names = ("max_position_embeddings", "max_seq_len", "max_target_positions")

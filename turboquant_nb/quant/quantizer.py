@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
@@ -169,7 +170,7 @@ class Extra(NamedTuple):
     bits: int  # so many bits; 0: one number, stored as scales are
     low: float | None = None  # the least that such a number can be
 
-
+# %% ../../nbs/11_quantizer.ipynb #371814df
 def least_numbers(spec: Spec, code: "Code") -> dict:  # {name: least, or None}
     "The least values of a scale and of what a code keeps besides: what a file can hold."
     least = {"scale": 0 if spec.scale == "norm" else None}
@@ -202,29 +203,41 @@ class Code:
         "A copy of the code on another device."
         raise NotImplementedError
 
-    def encode(self, u: Tensor) -> Tensor:
-        "u [..., n, d] fp32, finite, of unit variance -> symbols [..., n, d] uint8."
+    def encode(
+        self,
+        u: Tensor,  # [..., n, d] fp32, finite, of unit variance
+    ) -> Tensor:  # [..., n, d] uint8
+        "The symbols of vectors."
         raise NotImplementedError
 
-    def fit(self, u: Tensor) -> tuple | None:
-        """(`encode` of u, its inner product with their levels [..., n], the levels' squared
-        norm), where a kernel has them in one pass; None where it has not."""
-        return None
-
-    def levels(self, codes: Tensor, check_range: bool = False) -> Tensor:
-        "Symbols -> the vectors [..., n, d] fp32 of unit variance that they stand for."
+    def levels(
+        self,
+        codes: Tensor,  # [..., n, d] integers
+        # True: ValueError for a symbol outside the table, which waits for the device
+        check_range: bool = False,
+    ) -> Tensor:  # [..., n, d] fp32
+        "The vectors of unit variance that symbols stand for."
         raise NotImplementedError
 
-    def residual(self, error: Tensor) -> dict:
+    def residual(
+        self,
+        error: Tensor,  # [..., d] fp32, centred and rotated as what was coded
+    ) -> dict:  # {name of an extra: [..., bits] uint8, or [...] fp32}
         "What is kept of the error [..., d] of symbols and their stored scale: `extras`."
         return {}
 
-    def decode(self, coded: Coded, check_range: bool = False) -> Tensor:  # [..., d] fp32
-        """The whole vectors, still rotated and centred. With `check_range`, ValueError for a
-        symbol outside the table."""
+    def decode(
+        self,
+        coded: Coded,
+        check_range: bool = False,  # True: ValueError for a symbol outside the table
+    ) -> Tensor:  # [..., d] fp32
+        "The whole vectors, still rotated and centred."
         return self.levels(coded.codes, check_range) * coded.scale.float().unsqueeze(-1)
 
-    def nearest(self, u: np.ndarray) -> tuple | None:
+    def nearest(
+        self,
+        u: np.ndarray,  # [n, d] fp32, finite, of unit variance
+    ) -> tuple | None:  # (codes [n, d] of any integer type, levels [n, d] fp32)
         "`encode` and `levels` of rows [n, d] by few NumPy calls; None where it has none such."
         return None
 
@@ -237,6 +250,16 @@ class Code:
         if use == "decode" and self.lut.taps:
             return "a level is that of several channels"
         return "the code is made by PyTorch" if use == "encode" and not self.encoder else ""
+
+# %% ../../nbs/11_quantizer.ipynb #b6eaf465
+@patch
+def fit(
+    self: Code,
+    u: Tensor,  # [..., n, d] fp32, finite, of unit variance
+) -> tuple | None:
+    """(`encode` of u, its inner product with their levels [..., n], the levels' squared
+    norm), where a kernel has them in one pass; None where it has not."""
+    return None
 
 # %% ../../nbs/11_quantizer.ipynb #5f66ba77
 class ScalarCode(Code):
@@ -310,18 +333,6 @@ class ScalarCode(Code):
         "`books` as NumPy sees them: [(channels, edges, levels)]."
         return [(at, book.edges.numpy(), book.levels.numpy()) for at, book in self.books]
 
-    def nearest(self, u):
-        if len(self._arrays) == 1:
-            _, edges, levels = self._arrays[0]
-            codes = edges.searchsorted(u)
-            return codes, levels.take(codes)
-        codes = np.empty(u.shape, np.intp)
-        out = np.empty_like(u)
-        for channels, edges, levels in self._arrays:
-            part = edges.searchsorted(u[:, channels])
-            codes[:, channels], out[:, channels] = part, levels.take(part)
-        return codes, out
-
     def refuses(self, use):
         kinds = sorted(set(self.channel_bits))
         if use in ("encode", "decode", "windows") and len(self.books) > 1:
@@ -329,6 +340,21 @@ class ScalarCode(Code):
         if use in ("decode", "windows") and self.lut is None:
             return "levels must be on their int8 grid (Codebook.to_int8_grid)"
         return super().refuses(use)
+
+# %% ../../nbs/11_quantizer.ipynb #1e641160
+@patch
+def nearest(self: ScalarCode, u):
+    "`encode` and `levels` of rows [n, d], by a search in the edges."
+    if len(self._arrays) == 1:
+        _, edges, levels = self._arrays[0]
+        codes = edges.searchsorted(u)
+        return codes, levels.take(codes)
+    codes = np.empty(u.shape, np.intp)
+    out = np.empty_like(u)
+    for channels, edges, levels in self._arrays:
+        part = edges.searchsorted(u[:, channels])
+        codes[:, channels], out[:, channels] = part, levels.take(part)
+    return codes, out
 
 
 @lru_cache(maxsize=256)
@@ -343,7 +369,10 @@ def _coarser(code: ScalarCode) -> ScalarCode:
 class HeadCodes(Code):
     "A code for every head, all with the same bits."
 
-    def __init__(self, heads: tuple):
+    def __init__(
+        self,
+        heads: tuple,  # a `Code` for each KV head, in order
+    ):
         self.heads = heads
         self.d = heads[0].d
         self.channel_bits = heads[0].channel_bits
@@ -383,7 +412,10 @@ def scalar_codebook(
     return CODEBOOKS[kind](bits, d)
 
 
-def scalar_code(spec: Spec, d: int) -> ScalarCode:
+def scalar_code(
+    spec: Spec,  # only its bits and its codebook matter, one of `CODEBOOKS`
+    d: int,  # head size
+) -> ScalarCode:
     "One table, or one for each number of bits; shared by all sides with these."
     return _scalar_code(spec.bits, spec.codebook, d)
 
@@ -451,11 +483,19 @@ class Quantizer:
         "The table of a code that is one."
         return self.code.codebook
 
-    def encode(self, x: Tensor, mean: Tensor | None = None, name: str = "x") -> Coded:
+    def encode(
+        self,
+        x: Tensor,  # [..., d] fp32/fp16/bf16, where the quantizer is
+        mean: Tensor | None = None,  # broadcastable to x; None: nothing is subtracted
+        name: str = "x",  # how errors call x
+    ) -> Coded:
         "`encode`."
         return encode(self, x, mean, name)
 
-    def decode_rotated(self, coded: Coded) -> Tensor:
+    def decode_rotated(
+        self,
+        coded: Coded,  # by this quantizer or an equal one
+    ) -> Tensor:  # [..., d] fp32
         "`decode_rotated`."
         return decode_rotated(self, coded)
 
@@ -552,10 +592,14 @@ def code_rows(
         codes[row], scale[at] = _encode_block(q, _rotated(q, x, mean, row))
     return codes, scale
 
-
+# %% ../../nbs/11_quantizer.ipynb #3500f610
 def residual_rows(
-    q: Quantizer, x: Tensor, mean: Tensor | None, coded: Coded, block: int = 4096
-) -> dict:
+    q: Quantizer,
+    x: Tensor,  # [..., d] as given to `code_rows`
+    mean: Tensor | None,  # in the shape of x
+    coded: Coded,  # codes, and scales in the dtype in which they are stored
+    block: int = 4096,  # vectors at a time
+) -> dict:  # {name of an extra: tensor}
     """What the code keeps of the errors of vectors, coded with the scales as stored: bits
     [..., m] uint8 and fp32 numbers [...] by name."""
     lead = x.shape[:-1]
@@ -596,7 +640,10 @@ def encode(
     return coded._replace(residual=kept)
 
 # %% ../../nbs/11_quantizer.ipynb #177b1214
-def decode_rotated(q: Quantizer, coded: Coded) -> Tensor:  # [..., d] fp32
+def decode_rotated(
+    q: Quantizer,
+    coded: Coded,  # by this quantizer or an equal one
+) -> Tensor:  # [..., d] fp32
     "The vectors of codes, still rotated and centred: what attention works on."
     return q.code.decode(coded, check_range=True)
 

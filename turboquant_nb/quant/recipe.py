@@ -51,7 +51,11 @@ class TwoSides:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    def from_dict(cls, data: dict) -> "TwoSides":
+    def from_dict(
+        cls,
+        # keys "key" and "value", each a dict of settings, and what else the class has
+        data: dict,
+    ) -> "TwoSides":
         """From what `dataclasses.asdict` gave. Raises ValueError for unknown or missing
         structure."""
         try:
@@ -63,7 +67,10 @@ class TwoSides:
             raise ValueError(f"not a recipe: {why}") from None
 
     @classmethod
-    def from_json(cls, text: str) -> "TwoSides":
+    def from_json(
+        cls,
+        text: str,  # JSON, as `to_json` gives it
+    ) -> "TwoSides":
         "The inverse of `to_json`. Raises ValueError on unknown or missing structure."
         try:
             data = json.loads(text)
@@ -113,7 +120,10 @@ class Recipe(TwoSides):
         "Whether keys take something from a model's frame."
         return self.key.center != "none" or self.key.pair_scale != "none"
 
-    def settled(self, frame=None) -> "Recipe":
+    def settled(
+        self,
+        frame=None,  # `LayerFrame` of the layer; None: the model has no frame
+    ) -> "Recipe":
         """The recipe without "auto", for a layer with this `LayerFrame`: its mean before RoPE
         if it has one, else the one after it; its pair scale, unless a transform of each head
         does that work. Without a frame neither."""

@@ -23,7 +23,12 @@ GROWTH = 256  # positions by which a table of angles grows
 class CosSinCache:
     "Cosines and sines of RoPE's angles on one device, position by position."
 
-    def __init__(self, inv_freq: Tensor, numbers: tuple | None = None):
+    def __init__(
+        self,
+        inv_freq: Tensor,  # [r/2] fp32 frequencies, on the device of the table
+        # the same on the host; None: copied from there, which waits for the device
+        numbers: tuple | None = None,
+    ):
         self.inv_freq = inv_freq  # [r/2] fp32
         self.numbers = numbers or tuple(inv_freq.tolist())  # the same on the host
         # channel pairs that rotate: those behind them have frequency 0, as in Gemma 4
@@ -36,7 +41,10 @@ class CosSinCache:
     def __deepcopy__(self, memo):
         return self  # copies share it too
 
-    def reach(self, tokens: int) -> Tensor:  # [positions, r] fp16: cosines, then sines
+    def reach(
+        self,
+        tokens: int,  # positions from 0
+    ) -> Tensor:  # [positions, r] fp16: cosines, then sines
         "Grow to rows for so many positions at least, `GROWTH` at a time; the table."
         have = self.table.shape[0]
         need = -(-tokens // GROWTH) * GROWTH
@@ -89,7 +97,11 @@ class Terms(NamedTuple):
     # [..., n, r]: what cosines and sines of each key's position are weighed with
     coefficients: Tensor | None = None
 
-    def scores(self, rows: Tensor | None = None) -> Tensor | float:  # rows: [..., T, r]
+    def scores(
+        self,
+        # [..., T, r] of `rows_at`; not looked at where there are no coefficients
+        rows: Tensor | None = None,
+    ) -> Tensor | float:  # broadcasts to [..., n, T]
         "What is added to scores [..., n, T]."
         if self.coefficients is None:
             return self.shift
@@ -107,16 +119,31 @@ class Centre:
     holds_mean = True  # whether there is a mean [B, H, 1, d] of each head
     rotates = False  # whether RoPE enters, so that `rows` of angles are needed
 
-    def at(self, mean: Tensor | None, rows: Tensor | None = None) -> Tensor | None:
+    def at(
+        self,
+        mean: Tensor | None,  # [..., H, 1, d]; None where the rule holds none
+        # [..., T, r] cosines and sines, which a rule that `rotates` needs
+        rows: Tensor | None = None,
+    ) -> Tensor | None:  # broadcasts to [..., H, T, d]; None: nothing
         "What is subtracted at these positions, given the mean."
         return mean
 
-    def query(self, q: Tensor, mean: Tensor | None, rotary: int = 0) -> Terms:
-        "What queries [..., n, d] get back; `rotary` channels are rotated by RoPE."
+    def query(
+        self,
+        q: Tensor,  # [..., n, d] fp32, scaled and after RoPE, not yet transformed as keys are
+        mean: Tensor | None,  # [..., 1, d] of the KV head that they read
+        rotary: int = 0,  # r: channels that RoPE rotates, the first of the head
+    ) -> Terms:
+        "What queries get back in their scores."
         return Terms(q @ mean.float().mT)
 
-    def output(self, out: Tensor, weight: Tensor, mean: Tensor | None) -> Tensor:
-        "The output [..., n, d] of values, given the weights [..., n, 1] of what was coded."
+    def output(
+        self,
+        out: Tensor,  # [..., n, d] fp32, what the coded values sum to
+        weight: Tensor,  # [..., n, 1] fp32: softmax weight that fell on coded tokens
+        mean: Tensor | None,  # [..., 1, d] of the KV head
+    ) -> Tensor:
+        "The output of values with their mean, given the weight of what was coded."
         return out + weight * mean.float()
 
     def refuses(self, use: str) -> str:
@@ -125,7 +152,7 @@ class Centre:
             return f"center={self.name!r} is taken out by PyTorch"
         return ""
 
-
+# %% ../../nbs/06_rope.ipynb #832225e2
 class NoCentre(Centre):
     "Takes nothing."
 
@@ -167,7 +194,9 @@ class PreRopeMean(Centre):
 CENTRES = {centre.name: centre for centre in (NoCentre(), FixedMean(), PreRopeMean())}
 
 
-def register_centre(centre: Centre) -> Centre:
+def register_centre(
+    centre: Centre,  # its `name` is what `Spec.center` calls it
+) -> Centre:
     """A centre that a `Spec` can name; the one registered before, if there is one of that name.
     Raises TypeError for what is no Centre."""
     return CENTRES.setdefault(checks.instance(centre, "centre", Centre).name, centre)

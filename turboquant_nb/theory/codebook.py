@@ -220,9 +220,14 @@ class Codebook:
         p = self.probs[self.probs > 0]
         return float(-(p * np.log2(p)).sum())
 
-    def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
-        """x [...] float -> uint8 codes [...], the lower level on an exact tie. ValueError for
-        NaN or Inf (unless `check_finite=False`) or another device."""
+    def encode(
+        self,
+        x: Tensor,  # [...] any float dtype, at unit variance, where the tables are
+        # False: NaN and Inf get some code, and nothing waits for the device
+        check_finite: bool = True,
+    ) -> Tensor:  # [...] uint8
+        """The code of the nearest level, of the lower one on an exact tie. ValueError for NaN
+        or Inf (unless `check_finite=False`) or another device."""
         checks.device(checks.floats(x, "x"), "x", self.levels.device, "the codebook")
         if check_finite:
             checks.finite(x, "x")
@@ -232,10 +237,14 @@ class Codebook:
         return torch.bucketize(x.float(), self.edges, out_int32=True).to(torch.uint8)
 
     def decode(
-        self, codes: Tensor, dtype: torch.dtype = torch.float32, check_range: bool = True
-    ) -> Tensor:
-        """codes [...] integers -> levels [...] of `dtype`. ValueError for a code outside
-        0..2**bits-1 (unless `check_range=False`) or another device."""
+        self,
+        codes: Tensor,  # [...] integers, where the tables are
+        dtype: torch.dtype = torch.float32,  # of the result
+        # False: nobody looks whether codes are in the table, and nothing waits
+        check_range: bool = True,
+    ) -> Tensor:  # [...] levels
+        """The levels of codes. ValueError for a code outside 0..2**bits-1 (unless
+        `check_range=False`) or another device."""
         _check_codes(codes, self.levels.device, 2**self.bits if check_range else None)
         return self.levels.to(dtype).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 

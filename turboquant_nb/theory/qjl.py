@@ -155,8 +155,11 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
         return a.float() @ b.float()
 
 
-def sketch_signs(r: Tensor, S: Tensor) -> tuple:
-    "Sign bits [..., m] uint8 and norms [...] float32 of checked r [..., d]."
+def sketch_signs(
+    r: Tensor,  # [..., d] fp32, finite
+    S: Tensor,  # [m, d] sketch, on the same device
+) -> tuple:  # signs [..., m] uint8, 0 or 1; norms [...] fp32
+    "Sign bits of S r, and norms of r; neither is checked."
     peak = r.abs().amax(-1, keepdim=True)
     unit = r / peak.clamp(min=torch.finfo(torch.float32).tiny)
     norm = peak.squeeze(-1) * torch.linalg.vector_norm(unit, dim=-1)
@@ -274,8 +277,12 @@ def qjl_scores(
     return out
 
 # %% ../../nbs/07_qjl.ipynb #61e17766
-def sketch_estimate(bits: Tensor, norm: Tensor, S: Tensor) -> Tensor:  # [..., d] float32
-    "‖r‖ √(π/2)/m Sᵀσ of checked sign bits [..., m] and norms [...]."
+def sketch_estimate(
+    bits: Tensor,  # [..., m] uint8, 0 or 1
+    norm: Tensor,  # [...] ‖r‖, any float dtype
+    S: Tensor,  # [m, d] sketch
+) -> Tensor:  # [..., d] float32
+    "‖r‖ √(π/2)/m Sᵀσ of sign bits and norms; neither is checked."
     scale = norm.float() * (math.sqrt(math.pi / 2) / len(S))
     return _matmul(2 * bits.float() - 1, S) * scale.unsqueeze(-1)
 

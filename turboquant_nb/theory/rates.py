@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
@@ -105,8 +106,19 @@ class MixedCodebook:
         run = lambda v: slice(v[0], v[-1] + 1) if v[-1] - v[0] + 1 == len(v) else v
         return [(self.channel_bits[v[0]], run(v), self.books[v[0]]) for v in found.values()]
 
-    def encode(self, x: Tensor, check_finite: bool = True) -> Tensor:
-        """x [..., d] float -> uint8 codes [..., d]. ValueError for another d, NaN, Inf or
+    def _check(self, x: Tensor, name: str):
+        "Raise unless x is [..., d] on the device of the tables."
+        checks.shape(x, name, ..., self.d)
+        if self.std is not None:
+            checks.device(x, name, self.std.device, "the tables")
+
+    def encode(
+        self,
+        x: Tensor,  # [..., d] any float dtype, where the tables are
+        # False: NaN and Inf get some code, and nothing waits for the device
+        check_finite: bool = True,
+    ) -> Tensor:  # [..., d] uint8
+        """The code of the nearest level of each channel. ValueError for another d, NaN, Inf or
         another device."""
         self._check(checks.floats(x, "x"), "x")
         if check_finite:
@@ -119,63 +131,68 @@ class MixedCodebook:
                 codes[..., index] = book.encode(x[..., index].contiguous(), check_finite)
         return codes
 
-    def decode(
-        self, codes: Tensor, dtype: torch.dtype = torch.float32, check_range: bool = True
-    ) -> Tensor:
-        """codes [..., d] -> levels [..., d]. ValueError for another d or device, or a code that
-        its channel does not have."""
-        self._check(checks.integers(codes, "codes"), "codes")
-        x = torch.zeros(codes.shape, dtype=dtype, device=codes.device)
-        for _, index, book in self.groups:
-            if book is not None:
-                x[..., index] = book.decode(codes[..., index], dtype, check_range)
-            elif check_range and bool(codes[..., index].any()):
-                raise ValueError("codes of channels without bits must be 0")
-        return x if self.std is None else x * self.std.to(dtype)
+# %% ../../nbs/09_rates.ipynb #b5cffe69
+@patch
+def decode(
+    self: MixedCodebook,
+    codes: Tensor,  # [..., d] integers; 0 in channels of 0 bits
+    dtype: torch.dtype = torch.float32,  # of the result
+    # False: nobody looks whether codes are in the table of their channel
+    check_range: bool = True,
+) -> Tensor:  # [..., d] levels times `std`
+    """The levels of codes. ValueError for another d or device, or a code that its channel
+    does not have."""
+    self._check(checks.integers(codes, "codes"), "codes")
+    x = torch.zeros(codes.shape, dtype=dtype, device=codes.device)
+    for _, index, book in self.groups:
+        if book is not None:
+            x[..., index] = book.decode(codes[..., index], dtype, check_range)
+        elif check_range and bool(codes[..., index].any()):
+            raise ValueError("codes of channels without bits must be 0")
+    return x if self.std is None else x * self.std.to(dtype)
 
-    def to(self, device) -> "MixedCodebook":
-        "The codebook with its tables on `device`."
-        if all(b is None or b.levels.device == torch.device(device) for b in self.books):
-            return self
-        moved = {id(book): book and book.to(device) for _, _, book in self.groups}
-        std = None if self.std is None else self.std.to(device)
-        return MixedCodebook(
-            tuple(moved[id(book)] for book in self.books), self.channel_bits, std
-        )
 
-    @property
-    def mse(self) -> float:
-        "Mean squared error per channel under the law."
-        var = [1.0] * self.d if self.std is None else self.std.double().square().tolist()
-        mse = [1.0 if book is None else book.mse for book in self.books]
-        return sum(v * m for v, m in zip(var, mse)) / self.d
+@patch
+def to(self: MixedCodebook, device) -> MixedCodebook:
+    "The codebook with its tables on `device`."
+    if all(b is None or b.levels.device == torch.device(device) for b in self.books):
+        return self
+    moved = {id(book): book and book.to(device) for _, _, book in self.groups}
+    std = None if self.std is None else self.std.to(device)
+    return MixedCodebook(tuple(moved[id(book)] for book in self.books), self.channel_bits, std)
 
-    @property
-    def levels(self) -> Tensor:
-        "[d, 2**max bits] fp32: the levels of each channel; a shorter row repeats its last one."
-        return self._rows("levels", 2**self.bits, lambda row: row[-1])
+# %% ../../nbs/09_rates.ipynb #572ce9d0
+@patch
+def _rows(self: MixedCodebook, name, width, fill):
+    some = next((book for book in self.books if book is not None), None)
+    zero = torch.zeros(1) if some is None else some.levels.new_zeros(1)
+    rows = zero.new_zeros(self.d, width)
+    for _, index, book in self.groups:
+        row = zero[: name == "levels"] if book is None else getattr(book, name)
+        rows[index, : len(row)] = row
+        if len(row) < width:
+            rows[index, len(row) :] = fill(row)
+    return rows if self.std is None else rows * self.std[:, None]
 
-    @property
-    def edges(self) -> Tensor:
-        "[d, 2**max bits - 1] fp32, then +inf: the code of x is the number of edges below it."
-        return self._rows("edges", 2**self.bits - 1, lambda row: math.inf)
 
-    def _check(self, x: Tensor, name: str):
-        "Raise unless x is [..., d] on the device of the tables."
-        checks.shape(x, name, ..., self.d)
-        if self.std is not None:
-            checks.device(x, name, self.std.device, "the tables")
+@patch(as_prop=True)
+def levels(self: MixedCodebook) -> Tensor:
+    "[d, 2^bits] fp32: the levels of each channel; a shorter row repeats its last one."
+    return self._rows("levels", 2**self.bits, lambda row: row[-1])
 
-    def _rows(self, name, width, fill):
-        some = next((book for book in self.books if book is not None), None)
-        zero = torch.zeros(1) if some is None else some.levels.new_zeros(1)
-        rows = zero.new_zeros(self.d, width)
-        for _, index, book in self.groups:
-            row = zero[: name == "levels"] if book is None else getattr(book, name)
-            rows[index, : len(row)] = row
-            if len(row) < width:
-                rows[index, len(row) :] = fill(row)
-        return rows if self.std is None else rows * self.std[:, None]
+
+@patch(as_prop=True)
+def edges(self: MixedCodebook) -> Tensor:
+    "[d, 2^bits - 1] fp32, then +inf: the code of x is the number of edges below it."
+    return self._rows("edges", 2**self.bits - 1, lambda row: math.inf)
+
+
+@patch(as_prop=True)
+def mse(self: MixedCodebook) -> float:
+    "Mean squared error per channel under the law."
+    var = [1.0] * self.d if self.std is None else self.std.double().square().tolist()
+    mse = [1.0 if book is None else book.mse for book in self.books]
+    return sum(v * m for v, m in zip(var, mse)) / self.d
 
 # %% ../../nbs/09_rates.ipynb #30b86b1f
 def mixture_mse(

@@ -32,7 +32,10 @@ def haar_qr(
 _cpu64 = dict(device="cpu", dtype=torch.float64)
 
 
-def seeded_generator(kind: str, seed: int) -> torch.Generator:
+def seeded_generator(
+    kind: str,  # what is drawn; only its first 7 bytes count
+    seed: int,  # >= 0
+) -> torch.Generator:
     "A CPU generator whose state depends on the kind and the seed."
     salt = int.from_bytes(kind.encode()[:7], "big")
     return torch.Generator("cpu").manual_seed((seed * 0x9E3779B97F4A7C15 + salt) % (1 << 63))
@@ -192,12 +195,18 @@ class Transform:
         "Tensors that a file must carry because `name` alone does not make the transform again."
         return {}
 
-    def query(self, q: Tensor) -> Tensor:
+    def query(
+        self,
+        q: Tensor,  # [..., d]; with a matrix for every head [..., heads, n, d]
+    ) -> Tensor:  # fp32, same shape
         """What reads transformed keys in place of q; for an orthogonal matrix R it is R q, as
         Rᵀ R = I."""
         return self.apply(q)
 
-    def check_heads(self, heads: int):
+    def check_heads(
+        self,
+        heads: int,  # KV heads of the layer
+    ):
         "Raise ValueError if it cannot serve so many heads."
         if self.per_head and len(self.matrix) != heads:
             raise ValueError(f"a transform of {len(self.matrix)} heads cannot serve {heads}")
@@ -231,15 +240,20 @@ class Rotation(Transform):
     def seeded(self) -> bool:
         return self.kind != "matrix"
 
-    def apply(self, x: Tensor) -> Tensor:
-        "R x for x [..., d] of any float dtype, as a new float32 tensor accumulated in float32."
+    def apply(
+        self,
+        x: Tensor,  # [..., d] any float dtype, where the matrix is
+    ) -> Tensor:  # [..., d] fp32
+        "R x, as a new tensor accumulated in float32."
         return _times(x, self.matrix.T, self, "x")
 
     query = apply  # an orthogonal matrix reads as it codes
 
-    def inverse(self, y: Tensor) -> Tensor:
-        """Rᵀ y for y [..., d] of any float dtype, as a new float32 tensor accumulated in
-        float32."""
+    def inverse(
+        self,
+        y: Tensor,  # [..., d] any float dtype, where the matrix is
+    ) -> Tensor:  # [..., d] fp32
+        "Rᵀ y, as a new tensor accumulated in float32."
         return _times(y, self.matrix, self, "y")
 
     def to(self, device) -> "Rotation":
@@ -251,7 +265,9 @@ class Rotation(Transform):
         )
 
 # %% ../../nbs/05_rotation.ipynb #4e3df03d
-def without_autocast(device: torch.device):
+def without_autocast(
+    device: torch.device,  # that the operands are on
+):
     "A context in which products on a device keep float32."
     # is_autocast_available() would say it too, but torch.compile of PyTorch 2.11 cannot trace
     # it

@@ -13,13 +13,18 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .rotation import Rotation, Transform, make_rotation, without_autocast
 
 # %% ../../nbs/08_transforms.ipynb #79d4189c
-def attention_weights(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    "Weights [B, H, n, T] of scaled queries; `visible` is True where a query may look."
+def attention_weights(
+    q: Tensor,  # [B, H, n, d] scaled queries, one head for each head of keys
+    k: Tensor,  # [B, H, T, d]
+    visible: Tensor,  # bool, broadcast to [B, H, n, T]
+) -> Tensor:  # [B, H, n, T], each row sums to 1
+    "Softmax weights of scaled queries; `visible` is True where a query may look."
     return (q @ k.transpose(-1, -2)).masked_fill(~visible, -math.inf).softmax(-1)
 
 
@@ -64,15 +69,26 @@ class Moments:
         for have, more in sums:
             have[kind, layer] = more.double() + have.get((kind, layer), 0.0)
 
-    def layers(self, kind: str) -> list:
+    def layers(
+        self,
+        kind: str,  # as given to `add`, with products
+    ) -> list:
         "The layers that vectors of this kind came from, in order."
         return sorted(layer for k, layer in self.second if k == kind)
 
-    def mean(self, kind: str, layer: int) -> Tensor:  # [H, d]
+    def mean(
+        self,
+        kind: str,  # as given to `add`
+        layer: int,
+    ) -> Tensor:  # [H, d]
         "E x."
         return self.first[kind, layer] / self.tokens
 
-    def mean_square(self, kind: str, layer: int) -> Tensor:  # [H, d, d]
+    def mean_square(
+        self,
+        kind: str,  # as given to `add`, with products
+        layer: int,
+    ) -> Tensor:  # [H, d, d]
         "E w x xᵀ."
         return self.second[kind, layer] / self.tokens
 
@@ -235,47 +251,25 @@ class HeadTransform(Transform):
     tables = property(lambda self: [self.matrix, self.inverse_matrix], doc="Tensors held.")
     stored = property(lambda self: {"map": self.matrix}, doc="What a file of codes must carry.")
 
-    @classmethod
-    def of(
-        cls,
-        matrix: Tensor,  # [H, d, d] of any float dtype; rounded to bf16
-    ) -> "HeadTransform":
-        """From matrices. Raises TypeError for no tensor, ValueError for another shape, and for
-        matrices that are not finite or that an inverse in fp32 cannot serve."""
-        if not isinstance(matrix, Tensor):
-            raise TypeError(f"matrix must be a tensor [H, d, d], got {type(matrix).__name__}")
-        if (
-            matrix.ndim != 3
-            or matrix.shape[1] != matrix.shape[2]
-            or not matrix.is_floating_point()
-        ):
-            raise ValueError(
-                f"matrix must be a float tensor [H, d, d], got {list(matrix.shape)}"
-            )
-        with torch.inference_mode(False), torch.no_grad():
-            w = matrix.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
-            if not w.isfinite().all():
-                raise ValueError("matrix must be finite")
-            condition = float(torch.linalg.cond(w.double()).max())
-            if not condition < 1e4:
-                raise ValueError(
-                    f"matrix must be well conditioned (below 1e4), got {condition:.3g}"
-                )
-            inverse = torch.linalg.inv(w.double()).float().contiguous()
-            raw = str(list(w.shape)).encode() + w.view(torch.uint8).numpy().tobytes()
-            return cls(cls.prefix + hashlib.sha256(raw).hexdigest()[:16], w, inverse)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """W x for x [..., H, n, d] of any float dtype, fp32. Raises ValueError for another
-        shape or device."""
+    def apply(
+        self,
+        x: Tensor,  # [..., H, n, d] any float dtype, where the matrices are
+    ) -> Tensor:  # [..., H, n, d] fp32
+        "W x, accumulated in float32. Raises ValueError for another shape or device."
         return _head_times(x, self.matrix.float().mT)
 
-    def inverse(self, y: Tensor) -> Tensor:
+    def inverse(
+        self,
+        y: Tensor,  # [..., H, n, d] any float dtype
+    ) -> Tensor:  # [..., H, n, d] fp32
         "The inverse of `apply`."
         return _head_times(y, self.inverse_matrix.mT)
 
-    def query(self, q: Tensor) -> Tensor:
-        "W^-T q for q [..., H, n, d]: its product with W k is that of q with k."
+    def query(
+        self,
+        q: Tensor,  # [..., H, n, d] any float dtype; queries of a KV head lie in its rows
+    ) -> Tensor:  # [..., H, n, d] fp32
+        "W^-T q: its product with W k is that of q with k."
         return _head_times(q, self.inverse_matrix)
 
     def to(self, device) -> "HeadTransform":
@@ -295,12 +289,39 @@ class HeadTransform(Transform):
             "sketch": "a QJL residual is of rotated vectors, not of those of a head transform",
         }.get(use, "")
 
+# %% ../../nbs/08_transforms.ipynb #5f6bdee9
+@patch(cls_method=True)
+def of(
+    cls: HeadTransform,
+    matrix: Tensor,  # [H, d, d] of any float dtype; rounded to bf16
+) -> HeadTransform:
+    """From matrices. Raises TypeError for no tensor, ValueError for another shape, and for
+    matrices that are not finite or that an inverse in fp32 cannot serve."""
+    if not isinstance(matrix, Tensor):
+        raise TypeError(f"matrix must be a tensor [H, d, d], got {type(matrix).__name__}")
+    if matrix.ndim != 3 or matrix.shape[1] != matrix.shape[2] or not matrix.is_floating_point():
+        raise ValueError(f"matrix must be a float tensor [H, d, d], got {list(matrix.shape)}")
+    with torch.inference_mode(False), torch.no_grad():
+        w = matrix.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+        if not w.isfinite().all():
+            raise ValueError("matrix must be finite")
+        condition = float(torch.linalg.cond(w.double()).max())
+        if not condition < 1e4:
+            raise ValueError(
+                f"matrix must be well conditioned (below 1e4), got {condition:.3g}"
+            )
+        inverse = torch.linalg.inv(w.double()).float().contiguous()
+        raw = str(list(w.shape)).encode() + w.view(torch.uint8).numpy().tobytes()
+        return cls(cls.prefix + hashlib.sha256(raw).hexdigest()[:16], w, inverse)
+
 # %% ../../nbs/08_transforms.ipynb #b5c1fcfa
 _ROTATIONS = ("hadamard", "haar", "identity")  # what `make_rotation` makes from a name
 _registered = {}  # name -> Transform, on the CPU
 
 
-def register_transform(transform: Transform) -> Transform:
+def register_transform(
+    transform: Transform,  # on the CPU; its `name` is that of no rotation
+) -> Transform:
     """A transform that a `Spec` can name by its `name`; the one registered before, if there is
     one of that name. Raises TypeError for what is no Transform, ValueError for a name that is
     no text or that of a rotation."""
@@ -312,7 +333,9 @@ def register_transform(transform: Transform) -> Transform:
     return _registered.setdefault(name, transform)
 
 
-def transform_class(name: str) -> type:
+def transform_class(
+    name: str,  # of a rotation, of what is registered, or one that begins with "map-"
+) -> type:
     """The class that a `Spec.rotation` names; the object itself may come later, with its
     calibration. Raises ValueError for a name that nothing has."""
     if isinstance(name, str):
@@ -344,12 +367,14 @@ def find_transform(
     return found
 
 
-def restore_transforms(tensors: dict) -> HeadTransform | None:
+def restore_transforms(
+    tensors: dict,  # of a file of codes, by name; "map": [H, d, d] bf16
+) -> HeadTransform | None:  # None: there was no such tensor
     "Register what `Transform.stored` put among the tensors of a file."
     if "map" in tensors:
         return register_transform(HeadTransform.of(tensors["map"]))
 
-
+# %% ../../nbs/08_transforms.ipynb #96eeb5f1
 def fit_head_transform(
     queries: Tensor,  # [H, d, d]
     keys: Tensor,  # [H, d, d]

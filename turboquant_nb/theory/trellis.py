@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
@@ -191,36 +192,49 @@ class Trellis:
         read = self.index.to(symbols.device)[self.windows(symbols)]
         return self.table.to(symbols.device)[read]
 
-    def symbols(self, windows: Tensor) -> Tensor:  # uint8, the same shape
+    def symbols(
+        self,
+        windows: Tensor,  # integers of any shape, as `windows` gives them
+    ) -> Tensor:  # uint8, the same shape
         "The bits that each window's own channel has."
         return (windows & ((1 << self.bits) - 1)).to(torch.uint8)
 
-    def windows(self, symbols: Tensor) -> Tensor:  # [..., n] long
-        "The window of each channel."
-        rows = self.rows(checks.integers(symbols, "symbols").long())
-        held = -(-self.length // self.bits) - 1  # channels before this one that a window sees
-        before = (
-            rows[:, rows.shape[1] - held :]
-            if self.start == "tail"
-            else rows.new_zeros(len(rows), held)
+# %% ../../nbs/10_trellis.ipynb #539f357c
+@patch
+def rows(
+    self: Trellis,
+    x: Tensor,  # [..., n], where n is a multiple of the segment
+) -> Tensor:  # [segments, channels]
+    "Vectors, cut into segments. Raises ValueError for a length that does not fit."
+    n = x.shape[-1] if x.ndim else 0
+    width = self.segment or n
+    held = -(-self.length // self.bits) - 1
+    if not width or n % width or (self.start == "tail" and width < held):
+        least = f" of at least {held}" if self.start == "tail" else ""
+        raise ValueError(
+            f"vectors must be whole segments of {width or 1} channels{least}, got {n}"
         )
-        padded = torch.cat([before, rows], 1)
-        out = torch.zeros_like(rows)
-        for back in range(held, -1, -1):
-            out = (out << self.bits) | padded[:, held - back : padded.shape[1] - back]
-        return (out & ((1 << self.length) - 1)).view(symbols.shape)
+    return x.reshape(-1, width)
 
-    def rows(self, x: Tensor) -> Tensor:  # [segments, channels]
-        "Vectors [..., n], cut. Raises ValueError for a length that does not fit."
-        n = x.shape[-1] if x.ndim else 0
-        width = self.segment or n
-        held = -(-self.length // self.bits) - 1
-        if not width or n % width or (self.start == "tail" and width < held):
-            least = f" of at least {held}" if self.start == "tail" else ""
-            raise ValueError(
-                f"vectors must be whole segments of {width or 1} channels{least}, got {n}"
-            )
-        return x.reshape(-1, width)
+
+@patch
+def windows(
+    self: Trellis,
+    symbols: Tensor,  # [..., n] integers, the bits of each channel
+) -> Tensor:  # [..., n] long
+    "The window of each channel."
+    rows = self.rows(checks.integers(symbols, "symbols").long())
+    held = -(-self.length // self.bits) - 1  # channels before this one that a window sees
+    before = (
+        rows[:, rows.shape[1] - held :]
+        if self.start == "tail"
+        else rows.new_zeros(len(rows), held)
+    )
+    padded = torch.cat([before, rows], 1)
+    out = torch.zeros_like(rows)
+    for back in range(held, -1, -1):
+        out = (out << self.bits) | padded[:, held - back : padded.shape[1] - back]
+    return (out & ((1 << self.length) - 1)).view(symbols.shape)
 
 # %% ../../nbs/10_trellis.ipynb #5d414ff5
 def _antisymmetric(half: tuple) -> tuple:

@@ -66,7 +66,11 @@ def _shared_memory(device, floats: int, past_tokens: int, heads: int, d: int, dt
     return Workspace(device, floats, fixed=device.type == "cuda"), past
 
 
-def heads_of(rank: int, ranks: int, total: int) -> slice:
+def heads_of(
+    rank: int,  # of this process, from 0
+    ranks: int,  # processes that share the heads
+    total: int,  # KV heads of the model
+) -> slice:
     """Which of a model's KV heads a process has: a share of them, or one, where there are more
     processes than heads."""
     each = max(1, total // ranks)
@@ -93,10 +97,14 @@ def _coders(config: ServingConfig, name: str, d: int, device) -> tuple:
 
 
 def workspace_floats(
-    requests: int, heads: int, group: int, d_value: int, programs: int, each: int = 1
+    requests: int,  # that decode at once
+    heads: int,  # KV heads of this process
+    group: int,  # query heads that share a KV head
+    d_value: int,  # channels of a value
+    programs: int,  # that fill the GPU
+    each: int = 1,  # tokens of each request
 ) -> int:
-    """Numbers that splits of so many requests with `each` tokens leave at most, where
-    `programs` fill the GPU."""
+    "Numbers that splits of so many requests leave at most."
     rows = 8 if group * each > 4 else 4
     blocks = -(-group * each // rows)
     most = (
@@ -112,8 +120,13 @@ def _on_device(numbers: tuple, device) -> Tensor:
 
 
 def flash_of_vllm(
-    q, k, v, seen: VisibleTokens, scaling: float, softcap: float | None = None
-) -> tuple:
+    q,  # [T, Hq, d] queries of all requests one after another
+    k,  # [S, H, d]
+    v,  # [S, H, d]
+    seen: VisibleTokens,
+    scaling: float,  # of scores
+    softcap: float | None = None,  # None: none
+) -> tuple:  # (output [T, Hq, d], log-sum-exp [T, Hq])
     "vLLM's own attention kernel, with the interface of `dense`."
     flash_attn_varlen_func, version = flash_kernel()
     starts_q, starts_k, causal, left = seen
@@ -188,18 +201,18 @@ class Impl(AttentionImpl):
 
     def __init__(
         self,
-        num_heads,
-        head_size,
-        scale,
-        num_kv_heads=None,
-        alibi_slopes=None,
-        sliding_window=None,
-        kv_cache_dtype="auto",
-        logits_soft_cap=None,
-        attn_type="decoder",
-        kv_sharing_target_layer_name=None,
-        sinks=None,
-        **other,
+        num_heads,  # query heads, of this process
+        head_size,  # channels of a key, and of a value
+        scale,  # of scores
+        num_kv_heads=None,  # of this process; None: as many as query heads
+        alibi_slopes=None,  # refused unless it is None
+        sliding_window=None,  # tokens that a query sees, itself included; None: all
+        kv_cache_dtype="auto",  # refused unless it is "auto": the recipe says it
+        logits_soft_cap=None,  # of scores; None or 0: none
+        attn_type="decoder",  # refused unless it is "decoder"
+        kv_sharing_target_layer_name=None,  # the layer whose cache it reads; None: its own
+        sinks=None,  # [num_heads] learnt logits; None: none
+        **other,  # refused
     ):
         from vllm.config import get_current_vllm_config
 
@@ -295,7 +308,14 @@ class Impl(AttentionImpl):
             PageBackend.pages.tokens_of(each) if PageBackend.pages else self.blocks.block_size
         )
 
-    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+    def do_kv_cache_update(
+        self,
+        layer,  # of vLLM
+        key,  # [at least T, H, d]; what comes behind T tokens is padding
+        value,  # the same of values
+        kv_cache,  # [blocks, H, N, C] uint8
+        slot_mapping,  # [T] int32 or int64, block * N + place; below 0: padding
+    ) -> None:
         "Code this step's tokens into their slots."
         self._made(layer, key, kv_cache.shape[2])
         if self.now is not None:  # copies, since graphs use their memory again
@@ -340,16 +360,16 @@ class Impl(AttentionImpl):
 
     def forward(
         self,
-        layer,
-        query,
-        key,
-        value,
-        kv_cache,
-        attn_metadata,
-        output,
-        output_scale=None,
-        output_block_scale=None,
-    ) -> Tensor:
+        layer,  # of vLLM
+        query,  # [at least T, Hq, d]; what comes behind T tokens is padding
+        key,  # the same with H heads; not read in a layer that reads another one's cache
+        value,  # likewise
+        kv_cache,  # [blocks, H, N, C] uint8
+        attn_metadata,  # a `Meta`, or None
+        output,  # of as many numbers as the query; written
+        output_scale=None,  # refused unless it is None
+        output_block_scale=None,  # likewise
+    ) -> Tensor:  # `output`
         "Attention of a step. Without metadata it is the profiling run, which counts memory."
         if output_scale is not None or output_block_scale is not None:
             raise ValueError(
@@ -386,7 +406,9 @@ class Backend(PageBackend):
         return Impl
 
 # %% ../../nbs/reference/vllm_backend.ipynb #77a00019
-def spec_of_cells(old):
+def spec_of_cells(
+    old,  # the method that it stands for
+):
     "`Attention.get_kv_cache_spec` for 0.26 and 0.27, where a backend cannot say it."
 
     def get_kv_cache_spec(self, vllm_config):

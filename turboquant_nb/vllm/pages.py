@@ -47,7 +47,9 @@ except ImportError:  # the names below can be read, `register` says what is miss
 BLOCKS = 64, 128, 256  # tokens of a block that kernels read
 
 
-def kernel_block(tokens: int) -> int:
+def kernel_block(
+    tokens: int,  # of a block of the engine
+) -> int:
     """Tokens of the blocks into which vLLM splits its own for kernels. Raises ValueError for
     blocks that are no multiple of 64."""
     if found := [n for n in BLOCKS if tokens % n == 0]:
@@ -118,14 +120,20 @@ class Pages:
                 sizes.add(layer.num_kv_heads * cell)
         return cls(vllm_config.cache_config.block_size, frozenset(sizes))
 
-    def tokens_of(self, nbytes: int) -> int:
+    def tokens_of(
+        self,
+        nbytes: int,  # of a token in all heads of the layer
+    ) -> int:
         "Coded tokens of a page of a layer with so many bytes a token."
         widest = max(self.sizes, default=nbytes)
         fit = [n for n in BLOCKS if n * nbytes <= self.tokens * widest]
         return max(fit, default=self.tokens) if nbytes < widest else self.tokens
 
-    def told(self, nbytes: int) -> dict:
-        "What the spec of such a layer says of them where layers differ; else nothing."
+    def told(
+        self,
+        nbytes: int,  # of a token in all heads of the layer
+    ) -> dict:
+        "What the spec of such a layer says of pages where layers differ; else nothing."
         if len(self.sizes) < 2:
             return {}
         page = self.tokens * max(self.sizes)
@@ -197,7 +205,12 @@ class PageBackend(AttentionBackend):
         return False  # 0.33: steps are planned by lengths that the host knows
 
     @classmethod
-    def cell_bytes(cls, engine, head_size: int, head_size_v: int | None = None) -> int:
+    def cell_bytes(
+        cls,
+        engine,  # vLLM's config
+        head_size: int,  # channels of a key
+        head_size_v: int | None = None,  # channels of a value; None: as of a key
+    ) -> int:
         "Bytes of a token of one head of a layer, in an engine with this config."
         return ServingConfig.of(options_of(engine)).bytes_per_token(head_size, head_size_v)
 
@@ -205,11 +218,11 @@ class PageBackend(AttentionBackend):
     def get_kv_cache_shape(
         cls,
         num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
+        block_size: int,  # tokens of a block
+        num_kv_heads: int,  # of this process
         head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple:
+        cache_dtype_str: str = "auto",  # not looked at: the recipe says how states are held
+    ) -> tuple:  # (blocks, H, N, C), of bytes
         d = -(-head_size // 16) * 16  # some probe with a head of size 1
         return num_blocks, num_kv_heads, block_size, cls.cell_bytes(engine_config(), d)
 
@@ -280,7 +293,12 @@ class Builder(AttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.drafts = vllm_config.speculative_config is not None
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Meta:
+    def build(
+        self,
+        common_prefix_len,  # not looked at
+        common_attn_metadata,  # vLLM's, of the batch: requests that decode come first
+        fast_build=False,  # not looked at
+    ) -> Meta:
         from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
         c = common_attn_metadata
@@ -389,7 +407,10 @@ class RecentLayer(AttentionLayerBase):
 
     impl = kv_sharing_target_layer_name = None
 
-    def __init__(self, owner):  # a layer of vLLM
+    def __init__(
+        self,
+        owner,  # the layer of vLLM whose recent tokens it holds
+    ):
         self.layer_name = recent_name(owner.layer_name)
         self.heads = owner.num_kv_heads
         self.d = owner.head_size

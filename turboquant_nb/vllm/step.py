@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .. import checks
@@ -34,7 +35,6 @@ from turboquant_nb.cache.pages import (
 )
 from ..kernels.blocks import join_piece
 from turboquant_nb.kernels.cell_attention import (
-    CallerMemory,
     LaunchOptions,
     Workspace,
     decode_cells,
@@ -121,7 +121,7 @@ def _calibration(source) -> Calibration:
     "The calibration of a file, read once for all layers."
     return load_calibration(source)
 
-
+# %% ../../nbs/25_serving.ipynb #d942dc87
 @dataclass(frozen=True)
 class ServingConfig:
     "What a user says of the cache. Raises ValueError/TypeError for what cannot be served."
@@ -165,83 +165,109 @@ class ServingConfig:
                 )
 
     @classmethod
-    def of(cls, options: dict) -> "ServingConfig":
+    def of(
+        cls,
+        options: dict,  # {field: value}, as JSON gives them
+    ) -> "ServingConfig":
         "From a user's options. Raises ValueError for one that does not exist."
         known = [f.name for f in fields(cls)]
         for name in checks.instance(options, "options", dict):
             checks.one_of(name, "option", known)
         return cls(**options)
 
-    def quantizers(self, d_key: int, d_value: int, device) -> tuple:
-        "Of keys and of values, without a calibration."
-        key = replace(self.recipe.key, center="none", pair_scale="none")
-        sides = (key, d_key), (self.recipe.value, d_value)
-        return tuple(shared_quantizer(*side, placed(device)) for side in sides)
-
-    def calibrated(
-        self,
-        layer: int,
-        heads: slice,  # KV heads that this process has of the layer
-        d_key: int,
-        d_value: int,
-        device,
-    ) -> tuple:  # (quantizer of keys, of values, centre [H, d_key] fp32 or None)
-        """What a layer codes with, by the calibration. Raises ValueError for a layer that it
-        does not have, and other sizes."""
-        key, value = self.quantizers(d_key, d_value, device)
-        found = self.calibration
-        if found is None:
-            return key, value, None
-        about = found.header["about"]
-        if not 0 <= layer < about["layers"] or d_key != about["head size"]:
-            raise ValueError(
-                f"the calibration has {about['layers']} layers with heads of "
-                f"{about['head size']}, layer {layer} with heads of {d_key} is asked for"
-            )
-        frame = found.frames[layer].of_heads(heads) if found.frames else LayerFrame()
-        named = None
-        spec = self.recipe.settled(replace(frame, mean=None)).key  # cells hold one after RoPE
-        if found.transforms:
-            matrix = found.transforms[layer].matrix[heads]
-            named = register_transform(HeadTransform.of(matrix))
-        elif spec.pair_scale != "none":
-            named = pair_transform(frame.pair, spec.rotation, spec.seed)
-        if named is not None:
-            plain = replace(spec, rotation=named.name, center="none", pair_scale="none")
-            key = make_quantizer(plain, d_key, device)
-        return key, value, None if spec.center == "none" else frame.fixed.to(device)
-
-    def bytes_per_token(
-        self, d_key: int, d_value: int | None = None
-    ) -> int:  # d_value: d_key if None
-        """Bytes of one KV head in one layer. Raises ValueError for head sizes that cells do not
-        hold."""
-        key = self.recipe.key
-        value = self.recipe.value
-        d_value = d_value or d_key
-        for name, spec, d in (("keys", key, d_key), ("values", value, d_value)):
-            if why := _code_reason(spec, d):
-                raise ValueError(f"{name} cannot be served: {why}")
-        return CellLayout(key.bits, value.bits, d_key, d_value).bytes_per_token
-
     def recent_block(
-        self, tokens: int, d: int, itemsize: int, d_value: int | None = None
+        self,
+        tokens: int,  # coded tokens of a page
+        d: int,  # channels of a key
+        itemsize: int,  # bytes of a number of the model
+        d_value: int | None = None,  # channels of a value; None: as of a key
     ) -> int:
         """Recent tokens that fit into the page of a block of coded ones beside the first ones:
-        a power of two. itemsize: bytes of a number of the model; d_value: d if None. Raises
-        ValueError where none does."""
+        a power of two. Raises ValueError where none does."""
         each = self.bytes_per_token(d, d_value)
         return recent_block(tokens * each, d + (d_value or d), itemsize, self.sinks)
 
-    def recent_blocks(
-        self, tokens: int, d: int, itemsize: int, step: int = 1, d_value: int | None = None
-    ) -> int:
-        """Pages of recent tokens that a request holds at most in a step that brings it so many
-        tokens."""
-        if not self.recent:
-            return 0
-        block = self.recent_block(tokens, d, itemsize, d_value)
-        return -(-(self.recent + step) // block) + 1
+# %% ../../nbs/25_serving.ipynb #eb10117d
+@patch
+def quantizers(
+    self: ServingConfig,
+    d_key: int,  # channels of a key
+    d_value: int,  # channels of a value
+    device,
+) -> tuple:
+    "Of keys and of values, without a calibration."
+    key = replace(self.recipe.key, center="none", pair_scale="none")
+    sides = (key, d_key), (self.recipe.value, d_value)
+    return tuple(shared_quantizer(*side, placed(device)) for side in sides)
+
+
+@patch
+def calibrated(
+    self: ServingConfig,
+    layer: int,
+    heads: slice,  # KV heads that this process has of the layer
+    d_key: int,
+    d_value: int,
+    device,
+) -> tuple:  # (quantizer of keys, of values, centre [H, d_key] fp32 or None)
+    """What a layer codes with, by the calibration. Raises ValueError for a layer that it
+    does not have, and other sizes."""
+    key, value = self.quantizers(d_key, d_value, device)
+    found = self.calibration
+    if found is None:
+        return key, value, None
+    about = found.header["about"]
+    if not 0 <= layer < about["layers"] or d_key != about["head size"]:
+        raise ValueError(
+            f"the calibration has {about['layers']} layers with heads of "
+            f"{about['head size']}, layer {layer} with heads of {d_key} is asked for"
+        )
+    frame = found.frames[layer].of_heads(heads) if found.frames else LayerFrame()
+    named = None
+    spec = self.recipe.settled(replace(frame, mean=None)).key  # cells hold one after RoPE
+    if found.transforms:
+        matrix = found.transforms[layer].matrix[heads]
+        named = register_transform(HeadTransform.of(matrix))
+    elif spec.pair_scale != "none":
+        named = pair_transform(frame.pair, spec.rotation, spec.seed)
+    if named is not None:
+        plain = replace(spec, rotation=named.name, center="none", pair_scale="none")
+        key = make_quantizer(plain, d_key, device)
+    return key, value, None if spec.center == "none" else frame.fixed.to(device)
+
+# %% ../../nbs/25_serving.ipynb #8eb20360
+@patch
+def bytes_per_token(
+    self: ServingConfig,
+    d_key: int,  # channels of a key
+    d_value: int | None = None,  # channels of a value; None: as of a key
+) -> int:
+    """Bytes of one KV head in one layer. Raises ValueError for head sizes that cells do not
+    hold."""
+    key = self.recipe.key
+    value = self.recipe.value
+    d_value = d_value or d_key
+    for name, spec, d in (("keys", key, d_key), ("values", value, d_value)):
+        if why := _code_reason(spec, d):
+            raise ValueError(f"{name} cannot be served: {why}")
+    return CellLayout(key.bits, value.bits, d_key, d_value).bytes_per_token
+
+
+@patch
+def recent_blocks(
+    self: ServingConfig,
+    tokens: int,  # coded tokens of a page
+    d: int,  # channels of a key
+    itemsize: int,  # bytes of a number of the model
+    step: int = 1,  # tokens that the step brings
+    d_value: int | None = None,  # channels of a value; None: as of a key
+) -> int:
+    """Pages of recent tokens that a request holds at most in a step that brings it so many
+    tokens."""
+    if not self.recent:
+        return 0
+    block = self.recent_block(tokens, d, itemsize, d_value)
+    return -(-(self.recent + step) // block) + 1
 
 # %% ../../nbs/25_serving.ipynb #76a0000e
 @dataclass(frozen=True)
@@ -271,7 +297,7 @@ class Group:
 # tokens of a request, at most, that are read by the kernel on codes where they have a past
 SHORT = 8
 
-
+# %% ../../nbs/25_serving.ipynb #ff4e3ada
 @dataclass(frozen=True)
 class Step:
     "A batch of an engine: requests that decode, with equally many tokens each, then others."
@@ -287,7 +313,11 @@ class Step:
     # what layers share: lists of work, of requests that decode and of each group
     work: dict = field(default_factory=dict)
 
-    def once(self, name: tuple, make):
+    def once(
+        self,
+        name: tuple,  # by which layers find what is made
+        make,  # () -> it
+    ):
         "What the first layer that asks for it makes for all."
         if name not in self.work:
             self.work[name] = make()
@@ -305,16 +335,17 @@ class Step:
     @classmethod
     def of(
         cls,
-        table: Tensor,
-        lengths: Tensor,
+        table: Tensor,  # [B, n] int32 blocks of each request
+        lengths: Tensor,  # [B] int32 tokens of each request, those of this step included
+        # [B + 1] first token of each request among those of the step, and the end
         starts: Tensor,
-        decodes: int,
+        decodes: int,  # requests that decode, which come first
+        # [B] the numbers of `lengths`; those of requests that decode are not read
         host_lengths: list,
-        host_starts: list,
-        each: int = 1,
+        host_starts: list,  # [B + 1] the numbers of `starts`
+        each: int = 1,  # tokens of each request that decodes: 1, or 1 and its drafts
     ) -> "Step":
-        """host_lengths, host_starts: the numbers of `lengths` and `starts`, of requests that do
-        not decode at least, where the host can read them."""
+        "A step whose requests that do not decode are sorted into chunks and groups."
         chunks = []
         short = {}
         for i in range(decodes, len(host_lengths)):
@@ -379,7 +410,10 @@ class States(NamedTuple):
     k: Tensor  # [T, H, d_key]
     v: Tensor  # [T, H, d_value]
 
-    def rows(self, which) -> "States":
+    def rows(
+        self,
+        which,  # a slice, or [n] integers
+    ) -> "States":
         "Of some tokens."
         return States(*(x[which] for x in self))
 
@@ -396,7 +430,7 @@ class LayerMemory(NamedTuple):
     # codes are read
     recent: Recent | None = None
 
-
+# %% ../../nbs/25_serving.ipynb #3393dc57
 class CodedAttention:
     """Attention of one layer to cells in an engine's memory. `store` comes before `attend` in
     each step. Raises ValueError where no kernel reads the codes, and for a rule without
@@ -425,274 +459,309 @@ class CodedAttention:
         self.flash = flash
         self.signs = {}  # of `_signs`
 
-    def prepare(
+    def store(
         self,
-        dtype: torch.dtype,
-        drafts: int = 0,
-        recent: int = 0,
-        sinks: int = 0,
-        page_tokens: int | None = None,  # of an engine's block; None: those of a cell
-        block: int | None = None,  # recent tokens in it; None: as many as fit
+        cache: Tensor,  # [blocks, H, N, C] uint8, changed in place
+        k: Tensor,  # [T, H, d_key]
+        v: Tensor,  # [T, H, d_value]
+        slots: Tensor,  # [T] int32 or int64, block * N + place; below 0: padding
     ) -> None:
-        """Compile the kernels that steps with states of this dtype, and so many drafts, may
-        need, before the first one: an engine may watch what is compiled later, or forbid it."""
-        if self.plan is None:
-            return
-        cell, device = self.plan.cell, self.plan.device
-        dk, dv = cell.d_key, cell.d_value
-        n = cell.tokens
-        zeros = lambda *shape: torch.zeros(*shape, dtype=dtype, device=device)
-        sides = lambda tokens: (zeros(tokens, self.heads, d) for d in (dk, dv))
-        nobody = [
-            partial(torch.full, fill_value=-1, dtype=kind, device=device)
-            for kind in (torch.int32, torch.int64)
-        ]
-        cache = cell.empty(1, self.heads, device).zero_()
-        counts = {1, n // 4 + 1}
-        if self.plan.chained and device.type == "cuda":  # many are searched by another kernel
-            counts.add(self.plan.piece(self.heads))
-        for tokens in sorted(counts):
-            for slots in nobody:
-                append_cells(cache, self.plan, *sides(tokens), slots((tokens,)))
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        near = None
-        if recent:  # one block, at the distance of the engine's
-            room = (page_tokens or n) * cell.bytes_per_token
-            block = block or recent_block(room, dk + dv, dtype.itemsize, sinks)
-            size = 1, self.heads, block, room // block
-            pages = torch.zeros(size, dtype=torch.uint8, device=device)
-            near = exact_states(pages, sinks, dk + dv, dtype)
-            origins = nobody[0]((1, sinks)) if sinks else None
-            ends = torch.arange(2, dtype=torch.int32, device=device)
-            for slots in nobody:
-                append_recent(near, *sides(1), slots((1,)), origins)
-                if sinks:
-                    locate_sinks(one[:, None] * 0, one, ends, slots((1,)), block, origins)
-        # large batches are joined by a program of another size
-        many = -(-1025 // self.query_heads) if device.type == "cuda" else 1
-        for requests, each in {
-            (r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}
-        }:
-            q = zeros(requests * each, self.query_heads, dk)
-            table = (one[:, None] * 0).expand(requests, 1).contiguous()
-            lengths = one.expand(requests).contiguous() * each
-            exact = None if near is None else Recent(near, table, recent, sinks)
-            memory = LayerMemory(cache, Workspace(device), (), exact)
-            out = zeros(requests * each, self.query_heads, dv)
-            states = States(q, *sides(requests * each))
-            self._decode(states, out, Requests(table, lengths), memory, {})
-        own = zeros(1, self.query_heads, dv)
-        lse = torch.zeros(self.query_heads, 1, device=device).T
-        join_piece(own, lse, self._unrotated(own, dtype)[0], lse)
-        past_cells(cache, self.plan, one * 0, n, *sides(n))
-
-    def store(self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        "Code the tokens of a step into their slots; below 0: padding."
+        "Code the tokens of a step into their slots."
         (append_slots if self.plan is None else append_cells)(cache, self.codes, k, v, slots)
 
     def store_recent(
-        self, cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, origins: Tensor | None = None
+        self,
+        cache: Tensor,  # [blocks, H, n + sinks, d_key + d_value], changed in place
+        k: Tensor,  # [T, H, d_key]
+        v: Tensor,  # [T, H, d_value]
+        slots: Tensor,  # [T] int32 or int64, block * n + place; below 0: padding
+        # [T, sinks] int32 of `sink_origins` or `locate_sinks`; None: no first tokens
+        origins: Tensor | None = None,
     ) -> None:
-        """Keep the exact states of a step's tokens in their slots of the recent blocks; below
-        0: padding. And first tokens beside them, where `origins` ([T, sinks], of `sink_origins`
-        or `locate_sinks`) says from where. Comes right after `store`."""
+        """Keep the exact states of a step's tokens in their slots of the recent blocks, and
+        first tokens beside them, where `origins` says from where. Comes right after
+        `store`."""
         if self.plan is None:
             return store_recent(cache, k, v, slots, origins)
         append_recent(cache, k, v, slots, origins, early=True)
-
-    def attend(
-        self,
-        states: States,
-        out: Tensor,  # [T, Hq, d_value]
-        memory: LayerMemory,
-        step: Step,
-    ) -> None:
-        """Attention of a step, right after it was stored. Raises ValueError for exact first
-        tokens in a layer with a sliding window."""
-        recent = memory.recent
-        window = self.rule.sliding_window
-        if recent is not None and recent.sinks and window is not None:
-            raise ValueError(
-                f"exact first tokens with a sliding window are not served, got {recent.sinks} "
-                f"and a window of {window}"
-            )
-        if self.plan is None:
-            self._by_oracle(states.rows(slice(step.tokens)), out[: step.tokens], memory, step)
-            return
-        if n := step.decodes:
-            rows = slice(n * step.each)
-            requests = Requests(step.table[:n], step.lengths[:n])
-            work = step.work.setdefault("decodes", {})
-            self._decode(states.rows(rows), out[rows], requests, memory, work, early=True)
-        for i, group in enumerate(step.groups):
-            rows, mine, requests = step.once(("group", i), lambda: step.rows_of(group))
-            own = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
-            near = memory._replace(recent=recent and recent.of(mine))
-            work = step.work.setdefault(i, {})
-            self._decode(states.rows(rows), own, requests, near, work)
-            out[rows] = own
-        for run in _runs(step.chunks):  # one call for chunks that lie side by side
-            self._attend_chunks(run, states, out, memory, step)
-
-    def _by_oracle(self, states: States, out: Tensor, memory: LayerMemory, step: Step) -> None:
-        requests = Requests(step.table, step.lengths)
-        exact = Exact(*states[1:], memory.recent)
-        of = memory.cache, self.codes, requests, step.starts, exact, self.rule
-        out.copy_(attend_cells(states.q, *of)[0])
-
-    def _decode(
-        self,
-        states: States,
-        out: Tensor,
-        requests: Requests,
-        memory: LayerMemory,
-        work: dict | None,
-        early: bool = False,
-    ) -> None:
-        decode_cells(
-            states.q,
-            memory.cache,
-            self.plan,
-            requests,
-            Exact(states.k, states.v, memory.recent),
-            self.rule,
-            CallerMemory(out, workspace=memory.workspace),
-            LaunchOptions(work=work, early=early),
-        )
-
-    def _attend_chunks(self, run: list, states: States, out, memory, step) -> None:
-        "Chunks of a run: what they read exactly, then their past."
-        window, softcap = self.rule.sliding_window, self.rule.softcap
-        first = run[0].first
-        last = run[-1].last
-        recent = memory.recent
-        starts = [c.first - first for c in run] + [last - first]
-        q, k, v = states.rows(slice(first, last))
-        keys, values, ends = self._exact(run, k, v, starts, recent, step)
-        seen = VisibleTokens(starts, ends, left=None if window is None else window - 1)
-        own, lse = self.flash(q, keys, values, seen, self.rule.scaling, softcap)
-        out[first:last] = own
-        for c in run:
-            begin = 0
-            coded = c.past
-            if recent is not None:
-                begin = recent.sinks
-                coded = c.past - recent.tokens
-            mine = slice(c.first - first, c.last - first)
-            far = self._past(q[mine], c, step.table[c.request], (begin, coded), memory)
-            if far is not None:
-                o, far_lse = far
-                o, factor = self._unrotated(o, out.dtype)
-                join_piece(out[c.first : c.last], lse[mine], o, far_lse, factor)
-        if self.rule.sinks is not None:  # once all parts are joined
-            joined = out[first:last].transpose(0, 1)[None], lse.T[None]
-            out[first:last] = with_sinks(*joined, self.rule.sinks, False).out[0].transpose(0, 1)
-
-    def _exact(
-        self, run, k, v, starts, recent, step
-    ) -> tuple:  # (keys, values, where those of each chunk begin)
-        "What the chunks of a run read exactly: first tokens, recent ones and their own."
-        if recent is None or not any(c.past for c in run):
-            return k, v, starts
-        # layers with a sliding window share tables with others, but have no first tokens
-        name = "exact", run[0].first, recent.table.data_ptr(), recent.sinks
-        places = step.once(name, lambda: recent.places([(c.request, c.past) for c in run]))
-        keys = []
-        values = []
-        ends = [0]
-        for found, a, b in zip(recent.read(places, k.shape[2]), starts, starts[1:]):
-            (first, near), own = found, (k[a:b], v[a:b])
-            for side, x in zip((keys, values), zip(first, near, own)):
-                side += x
-            ends.append(ends[-1] + len(first[0]) + len(near[0]) + b - a)
-        return torch.cat(keys), torch.cat(values), ends
-
-    def _past(
-        self, q: Tensor, c: Chunk, table: Tensor, coded: tuple, memory: LayerMemory
-    ) -> tuple | None:  # (output, still rotated, log-sum-exp); None: nothing is seen
-        "A chunk's attention to the tokens from coded[0] to coded[1], whose codes are read."
-        rule = self.rule
-        k, v = memory.past
-        n = self.codes.cell.tokens
-        scaling, softcap = rule.scaling, rule.softcap
-        window = rule.sliding_window
-        far = None
-        first, last = coded
-        # what the first query sees begins here or later
-        oldest = 0 if window is None else max(0, c.past - window + 1) // n * n
-        if last <= max(first, oldest):
-            return None
-        rotated, q_factor = self._rotated(q)
-        for begin in range(oldest, last, len(k)):
-            tokens = min(len(k), last - begin)
-            seeing = c.tokens
-            left = None
-            if window is not None:  # later queries see none of this piece
-                seeing = min(c.tokens, begin + tokens - c.past + window - 1)
-                left = begin + tokens - c.past + window - 1 - seeing
-            skip = max(0, first - begin)
-            if seeing <= 0 or skip >= tokens:
-                continue
-            past_cells(memory.cache, self.plan, table[begin // n :], tokens, k, v)
-            keys = k[skip:tokens]
-            if softcap is not None and self.codes.center is not None:
-                keys += self.rotated_center.to(k.dtype)  # it caps whole scores
-            o, lse = self.flash(
-                rotated[:seeing],
-                keys,
-                v[skip:tokens],
-                VisibleTokens([0, seeing], [0, tokens - skip], False, left),
-                scaling * q_factor,
-                softcap,
-            )
-            if seeing < c.tokens:
-                more = c.tokens - seeing
-                o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, more))
-                lse = torch.nn.functional.pad(lse, (0, 0, 0, more), value=-torch.inf)
-            far = (o, lse) if far is None else join(*far, o, lse)
-        if far is None or softcap is not None or self.codes.center is None:
-            return far
-        by_head = q.float().unflatten(1, (self.heads, -1))
-        return far[0], far[1] + scaling * torch.einsum(
-            "thgd,hd->thg", by_head, self.codes.center
-        ).flatten(1)
 
     @cached_property
     def rotated_center(self) -> Tensor:  # [H, d_key] fp32
         "The centre in the basis of the codes."
         return self.codes.key.rotation.apply(self.codes.center[:, None])[:, 0]
 
-    def _rotated(self, q: Tensor) -> tuple:  # (queries in q's dtype, factor)
-        """Queries by the matrix of the keys, of a head's own where each has one, but for a
-        factor."""
-        signs, factor = self._signs(0, q.dtype)
-        if signs is not None:
-            return q @ signs.mT, factor
-        if not self.codes.key.rotation.per_head:
-            return self.codes.key.rotation.query(q).to(q.dtype), 1.0
-        # [H, group T, d]
-        by_head = q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        rotated = self.codes.key.rotation.query(by_head)
-        return rotated.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2).to(
-            q.dtype
-        ), 1.0
+# %% ../../nbs/25_serving.ipynb #53702137
+@patch
+def attend(
+    self: CodedAttention,
+    states: States,
+    out: Tensor,  # [T, Hq, d_value]
+    memory: LayerMemory,
+    step: Step,
+) -> None:
+    """Attention of a step, right after it was stored. Raises ValueError for exact first
+    tokens in a layer with a sliding window."""
+    recent = memory.recent
+    window = self.rule.sliding_window
+    if recent is not None and recent.sinks and window is not None:
+        raise ValueError(
+            f"exact first tokens with a sliding window are not served, got {recent.sinks} "
+            f"and a window of {window}"
+        )
+    if self.plan is None:
+        self._by_oracle(states.rows(slice(step.tokens)), out[: step.tokens], memory, step)
+        return
+    if n := step.decodes:
+        rows = slice(n * step.each)
+        requests = Requests(step.table[:n], step.lengths[:n])
+        work = step.work.setdefault("decodes", {})
+        self._decode(states.rows(rows), out[rows], requests, memory, work, early=True)
+    for i, group in enumerate(step.groups):
+        rows, mine, requests = step.once(("group", i), lambda: step.rows_of(group))
+        own = torch.empty(len(rows), *out.shape[1:], dtype=out.dtype, device=out.device)
+        near = memory._replace(recent=recent and recent.of(mine))
+        work = step.work.setdefault(i, {})
+        self._decode(states.rows(rows), own, requests, near, work)
+        out[rows] = own
+    for run in _runs(step.chunks):  # one call for chunks that lie side by side
+        self._attend_chunks(run, states, out, memory, step)
 
-    def _unrotated(self, out: Tensor, dtype: torch.dtype) -> tuple:  # (outputs, factor)
-        "Outputs in the basis of the values, but for a factor."
-        signs, factor = self._signs(1, dtype)
-        if signs is not None:
-            return out.to(dtype) @ signs, factor
-        return self.codes.value.rotation.inverse(out), 1.0
 
-    def _signs(self, side: int, dtype: torch.dtype) -> tuple:  # ([d, d] or None, factor)
-        """The rotation of a side where it is signs times a factor, which 16 bits hold exactly.
-        In fp32 the whole matrix is as fast."""
-        rotation = self.plan.sides[side][0]
-        if rotation.count != 1 or rotation.per_head or dtype == torch.float32:
-            return None, 1.0
-        if (side, dtype) not in self.signs:
-            self.signs[side, dtype] = -rotation.parts[0].to(dtype)
-        return self.signs[side, dtype], rotation.factor
+@patch
+def _by_oracle(
+    self: CodedAttention, states: States, out: Tensor, memory: LayerMemory, step: Step
+) -> None:
+    requests = Requests(step.table, step.lengths)
+    exact = Exact(*states[1:], memory.recent)
+    of = memory.cache, self.codes, requests, step.starts, exact, self.rule
+    out.copy_(attend_cells(states.q, *of)[0])
+
+
+@patch
+def _decode(
+    self: CodedAttention,
+    states: States,
+    out: Tensor,
+    requests: Requests,
+    memory: LayerMemory,
+    work: dict | None,
+    early: bool = False,
+) -> None:
+    decode_cells(
+        states.q,
+        memory.cache,
+        self.plan,
+        requests,
+        Exact(states.k, states.v, memory.recent),
+        self.rule,
+        LaunchOptions(work=work, early=early, out=out, workspace=memory.workspace),
+    )
+
+# %% ../../nbs/25_serving.ipynb #1e2579d5
+@patch
+def _attend_chunks(self: CodedAttention, run: list, states: States, out, memory, step) -> None:
+    "Chunks of a run: what they read exactly, then their past."
+    window, softcap = self.rule.sliding_window, self.rule.softcap
+    first = run[0].first
+    last = run[-1].last
+    recent = memory.recent
+    starts = [c.first - first for c in run] + [last - first]
+    q, k, v = states.rows(slice(first, last))
+    keys, values, ends = self._exact(run, k, v, starts, recent, step)
+    seen = VisibleTokens(starts, ends, left=None if window is None else window - 1)
+    own, lse = self.flash(q, keys, values, seen, self.rule.scaling, softcap)
+    out[first:last] = own
+    for c in run:
+        begin = 0
+        coded = c.past
+        if recent is not None:
+            begin = recent.sinks
+            coded = c.past - recent.tokens
+        mine = slice(c.first - first, c.last - first)
+        far = self._past(q[mine], c, step.table[c.request], (begin, coded), memory)
+        if far is not None:
+            o, far_lse = far
+            o, factor = self._unrotated(o, out.dtype)
+            join_piece(out[c.first : c.last], lse[mine], o, far_lse, factor)
+    if self.rule.sinks is not None:  # once all parts are joined
+        joined = out[first:last].transpose(0, 1)[None], lse.T[None]
+        out[first:last] = with_sinks(*joined, self.rule.sinks, False).out[0].transpose(0, 1)
+
+
+@patch
+def _exact(
+    self: CodedAttention, run, k, v, starts, recent, step
+) -> tuple:  # (keys, values, where those of each chunk begin)
+    "What the chunks of a run read exactly: first tokens, recent ones and their own."
+    if recent is None or not any(c.past for c in run):
+        return k, v, starts
+    # layers with a sliding window share tables with others, but have no first tokens
+    name = "exact", run[0].first, recent.table.data_ptr(), recent.sinks
+    places = step.once(name, lambda: recent.places([(c.request, c.past) for c in run]))
+    keys = []
+    values = []
+    ends = [0]
+    for found, a, b in zip(recent.read(places, k.shape[2]), starts, starts[1:]):
+        (first, near), own = found, (k[a:b], v[a:b])
+        for side, x in zip((keys, values), zip(first, near, own)):
+            side += x
+        ends.append(ends[-1] + len(first[0]) + len(near[0]) + b - a)
+    return torch.cat(keys), torch.cat(values), ends
+
+# %% ../../nbs/25_serving.ipynb #9c8e5d66
+@patch
+def _past(
+    self: CodedAttention, q: Tensor, c: Chunk, table: Tensor, coded: tuple, memory: LayerMemory
+) -> tuple | None:  # (output, still rotated, log-sum-exp); None: nothing is seen
+    "A chunk's attention to the tokens from coded[0] to coded[1], whose codes are read."
+    rule = self.rule
+    k, v = memory.past
+    n = self.codes.cell.tokens
+    scaling, softcap = rule.scaling, rule.softcap
+    window = rule.sliding_window
+    far = None
+    first, last = coded
+    # what the first query sees begins here or later
+    oldest = 0 if window is None else max(0, c.past - window + 1) // n * n
+    if last <= max(first, oldest):
+        return None
+    rotated, q_factor = self._rotated(q)
+    for begin in range(oldest, last, len(k)):
+        tokens = min(len(k), last - begin)
+        seeing = c.tokens
+        left = None
+        if window is not None:  # later queries see none of this piece
+            seeing = min(c.tokens, begin + tokens - c.past + window - 1)
+            left = begin + tokens - c.past + window - 1 - seeing
+        skip = max(0, first - begin)
+        if seeing <= 0 or skip >= tokens:
+            continue
+        past_cells(memory.cache, self.plan, table[begin // n :], tokens, k, v)
+        keys = k[skip:tokens]
+        if softcap is not None and self.codes.center is not None:
+            keys += self.rotated_center.to(k.dtype)  # it caps whole scores
+        o, lse = self.flash(
+            rotated[:seeing],
+            keys,
+            v[skip:tokens],
+            VisibleTokens([0, seeing], [0, tokens - skip], False, left),
+            scaling * q_factor,
+            softcap,
+        )
+        if seeing < c.tokens:
+            more = c.tokens - seeing
+            o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, more))
+            lse = torch.nn.functional.pad(lse, (0, 0, 0, more), value=-torch.inf)
+        far = (o, lse) if far is None else join(*far, o, lse)
+    if far is None or softcap is not None or self.codes.center is None:
+        return far
+    by_head = q.float().unflatten(1, (self.heads, -1))
+    return far[0], far[1] + scaling * torch.einsum(
+        "thgd,hd->thg", by_head, self.codes.center
+    ).flatten(1)
+
+# %% ../../nbs/25_serving.ipynb #ccf1d691
+@patch
+def _rotated(self: CodedAttention, q: Tensor) -> tuple:  # (queries in q's dtype, factor)
+    """Queries by the matrix of the keys, of a head's own where each has one, but for a
+    factor."""
+    signs, factor = self._signs(0, q.dtype)
+    if signs is not None:
+        return q @ signs.mT, factor
+    if not self.codes.key.rotation.per_head:
+        return self.codes.key.rotation.query(q).to(q.dtype), 1.0
+    # [H, group T, d]
+    by_head = q.unflatten(1, (self.heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    rotated = self.codes.key.rotation.query(by_head)
+    return rotated.unflatten(1, (-1, len(q))).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype), 1.0
+
+
+@patch
+def _unrotated(
+    self: CodedAttention, out: Tensor, dtype: torch.dtype
+) -> tuple:  # (outputs, factor)
+    "Outputs in the basis of the values, but for a factor."
+    signs, factor = self._signs(1, dtype)
+    if signs is not None:
+        return out.to(dtype) @ signs, factor
+    return self.codes.value.rotation.inverse(out), 1.0
+
+
+@patch
+def _signs(
+    self: CodedAttention, side: int, dtype: torch.dtype
+) -> tuple:  # ([d, d] or None, factor)
+    """The rotation of a side where it is signs times a factor, which 16 bits hold exactly.
+    In fp32 the whole matrix is as fast."""
+    rotation = self.plan.rotations[side]
+    if rotation.count != 1 or rotation.per_head or dtype == torch.float32:
+        return None, 1.0
+    if (side, dtype) not in self.signs:
+        self.signs[side, dtype] = -rotation.parts[0].to(dtype)
+    return self.signs[side, dtype], rotation.factor
+
+# %% ../../nbs/25_serving.ipynb #19b8ccde
+@patch
+def prepare(
+    self: CodedAttention,
+    dtype: torch.dtype,
+    drafts: int = 0,
+    recent: int = 0,
+    sinks: int = 0,
+    page_tokens: int | None = None,  # of an engine's block; None: those of a cell
+    block: int | None = None,  # recent tokens in it; None: as many as fit
+) -> None:
+    """Compile the kernels that steps with states of this dtype, and so many drafts, may
+    need, before the first one: an engine may watch what is compiled later, or forbid it."""
+    if self.plan is None:
+        return
+    cell, device = self.plan.cell, self.plan.device
+    dk, dv = cell.d_key, cell.d_value
+    n = cell.tokens
+    zeros = lambda *shape: torch.zeros(*shape, dtype=dtype, device=device)
+    sides = lambda tokens: (zeros(tokens, self.heads, d) for d in (dk, dv))
+    nobody = [
+        partial(torch.full, fill_value=-1, dtype=kind, device=device)
+        for kind in (torch.int32, torch.int64)
+    ]
+    cache = cell.empty(1, self.heads, device).zero_()
+    counts = {1, n // 4 + 1}
+    if self.plan.chained and device.type == "cuda":  # many are searched by another kernel
+        counts.add(self.plan.piece(self.heads))
+    for tokens in sorted(counts):
+        for slots in nobody:
+            append_cells(cache, self.plan, *sides(tokens), slots((tokens,)))
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    near = None
+    if recent:  # one block, at the distance of the engine's
+        room = (page_tokens or n) * cell.bytes_per_token
+        block = block or recent_block(room, dk + dv, dtype.itemsize, sinks)
+        size = 1, self.heads, block, room // block
+        pages = torch.zeros(size, dtype=torch.uint8, device=device)
+        near = exact_states(pages, sinks, dk + dv, dtype)
+        origins = nobody[0]((1, sinks)) if sinks else None
+        ends = torch.arange(2, dtype=torch.int32, device=device)
+        for slots in nobody:
+            append_recent(near, *sides(1), slots((1,)), origins)
+            if sinks:
+                locate_sinks(one[:, None] * 0, one, ends, slots((1,)), block, origins)
+    # large batches are joined by a program of another size
+    many = -(-1025 // self.query_heads) if device.type == "cuda" else 1
+    for requests, each in {
+        (r, m) for r in (1, 2, many) for m in {*range(1, SHORT + 1), 1 + drafts}
+    }:
+        q = zeros(requests * each, self.query_heads, dk)
+        table = (one[:, None] * 0).expand(requests, 1).contiguous()
+        lengths = one.expand(requests).contiguous() * each
+        exact = None if near is None else Recent(near, table, recent, sinks)
+        memory = LayerMemory(cache, Workspace(device), (), exact)
+        out = zeros(requests * each, self.query_heads, dv)
+        states = States(q, *sides(requests * each))
+        self._decode(states, out, Requests(table, lengths), memory, {})
+    own = zeros(1, self.query_heads, dv)
+    lse = torch.zeros(self.query_heads, 1, device=device).T
+    join_piece(own, lse, self._unrotated(own, dtype)[0], lse)
+    past_cells(cache, self.plan, one * 0, n, *sides(n))
 
 # %% ../../nbs/25_serving.ipynb #76b00007
 VERSIONS = (0, 26), (0, 33)  # the first and the last that were tested
@@ -704,14 +773,18 @@ def _numbers(version: str) -> tuple:
     return tuple(map(int, parts)) if len(parts) > 1 and all(map(str.isdigit, parts)) else (0, 0)
 
 
-def version_reason(version: str) -> str:
+def version_reason(
+    version: str,  # such as "0.27.1"
+) -> str:
     "Why a release of vLLM is not served; empty if it is, or if it is newer than all tested."
     if _numbers(version) >= VERSIONS[0]:
         return ""
     return f"vLLM must be at least {'.'.join(map(str, VERSIONS[0]))}, got {version}"
 
 
-def version_remark(version: str) -> str:
+def version_remark(
+    version: str,  # such as "0.27.1"
+) -> str:
     "That a release is newer than all that were tested; empty if it is not."
     if _numbers(version) <= VERSIONS[1]:
         return ""
@@ -729,7 +802,11 @@ LATENTS = (
 
 
 def layer_reasons(
-    alibi_slopes=None, attn_type="decoder", kv_cache_dtype="auto", fast_prefill=False, other=()
+    alibi_slopes=None,  # None: the layer has none
+    attn_type="decoder",  # vLLM's name of the kind of attention
+    kv_cache_dtype="auto",  # as --kv-cache-dtype says
+    fast_prefill=False,  # whether vLLM runs with kv_sharing_fast_prefill
+    other=(),  # further options of the layer, by name
 ) -> list:
     "Why a layer is not served, one reason for each thing; empty if it is."
     other_kind = attn_type != "decoder"
@@ -747,7 +824,9 @@ def layer_reasons(
     return [why for why, applies in reasons.items() if applies]
 
 
-def parallel_reasons(parallel) -> list:
+def parallel_reasons(
+    parallel,  # vLLM's parallel_config
+) -> list:
     "Why a way of dividing work among GPUs is not served."
     names = dict(
         decode_context_parallel_size="decode context parallelism",
@@ -759,8 +838,12 @@ def parallel_reasons(parallel) -> list:
         if getattr(parallel, name, 1) != 1
     ]
 
-
-def recent_reasons(config, scheduler, parallel) -> list:
+# %% ../../nbs/25_serving.ipynb #7b0fa890
+def recent_reasons(
+    config,  # a `ServingConfig`
+    scheduler,  # vLLM's scheduler_config
+    parallel,  # vLLM's parallel_config
+) -> list:
     "Why exact recent tokens are not served."
     reasons = {
         "without the hybrid KV cache manager, which frees them "
@@ -776,7 +859,12 @@ def recent_reasons(config, scheduler, parallel) -> list:
     ]
 
 
-def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
+def room_reasons(
+    config,  # a `ServingConfig`
+    tokens: int,  # of a block
+    d: int,  # channels of a key, and of a value
+    itemsize: int,  # bytes of a number of the model
+) -> list:
     "Why pages of blocks of so many tokens have no room for recent and first ones."
     try:
         config.recent_block(tokens, d, itemsize)
@@ -788,7 +876,10 @@ def room_reasons(config, tokens: int, d: int, itemsize: int) -> list:
     return []
 
 
-def mean_reasons(config, model_config) -> list:
+def mean_reasons(
+    config,  # a `ServingConfig`
+    model_config,  # of transformers
+) -> list:
     "Why a model is not served whose keys are far from 0."
     found = config.calibration
     centred = found is not None and any(x.fixed is not None for x in found.frames)
@@ -801,7 +892,7 @@ def mean_reasons(config, model_config) -> list:
         '"means": false serves it all the same'
     ]
 
-
+# %% ../../nbs/25_serving.ipynb #71b2cd8f
 def connector_reasons(
     transfer,  # of vLLM, or None
 ) -> list:
@@ -840,7 +931,9 @@ def wide_reasons(
 _MOST = 16  # tokens of a request that the kernel on codes takes at once
 
 
-def draft_reasons(speculative) -> list:
+def draft_reasons(
+    speculative,  # vLLM's speculative_config, or None
+) -> list:
     "Why a way of speculating is not served."
     if speculative is None:
         return []
