@@ -495,4 +495,6 @@ def test_a_search_finds_the_manual_first(tmp_path, shell):
     )
     preview.check_widths(tmp_path, problems, searches=preview.SEARCHES)
     due = [x for x in problems if "a page of the Manual is due" in x]
-    assert len(due) == len(preview.SEARCHES) and all(x.startswith("quantizer.html") for x in due)
+    assert len(due) == len(preview.SEARCHES) and all(
+        x.startswith("quantizer.html") for x in due
+    )
