@@ -806,15 +806,25 @@ class Library:
         "Why there is none, in a sentence; empty if there is one."
         return self._found[1]
 
-    def lacks(self, why: str) -> bool:
+    def lacks(
+        self,
+        why: str,  # a reason, such as `Cpu.refuses` gives
+    ) -> bool:
         "Whether this is why there is none, if anybody asked; nothing is compiled to say it."
         return bool(why) and vars(self).get("_found", (None, ""))[1] == why
 
-    def attend(self, call: "_Call") -> None:
+    def attend(
+        self,
+        call: "_Call",  # its addresses are of tensors that live until this returns
+    ) -> None:
         "Run it."
         self._found[0].attend(ctypes.addressof(call))
 
-    def code(self, call: "_Call", coders) -> bool:
+    def code(
+        self,
+        call: "_Call",  # as of `attend`
+        coders,  # keys' and values' `_Coder`, in an array of C
+    ) -> bool:
         "Code a token; False if it cannot be, and nothing has changed."
         return bool(self._found[0].code(ctypes.addressof(call), ctypes.addressof(coders)))
 
@@ -941,7 +951,10 @@ class Cpu(Backend):
 
     name = "cpu"
 
-    def __init__(self, library: Library | None = None):
+    def __init__(
+        self,
+        library: Library | None = None,  # None: one of its own, compiled when a call first asks
+    ):
         self.library = library or Library()
 
     def refuses(self, call: Call) -> str:
