@@ -1062,10 +1062,8 @@ class Cpu(Backend):
         store: KVStore,
         k: Tensor,  # [B, H, 1, d_key] in the store's dtype
         v: Tensor,  # [B, H, 1, d_value]
-    ) -> (
-        bool
-    ):  # whether it did; if not, nothing has changed, and the quantizer codes or refuses
-        "Code one token of each sequence."
+    ) -> bool:  # whether it did; if not, nothing has changed
+        "Code one token of each sequence; what it does not code, the quantizer codes or refuses."
         clock, kind = store.clock, (store.dtype, store.device)
         if clock.by_device or store.end is not None:
             return False

@@ -1853,9 +1853,8 @@ def append(
     k: Tensor,  # [B, H, n, d_key] in the store's dtype
     v: Tensor,  # [B, H, n, d_value]
     names: tuple = ("k", "v"),  # how errors call them
-    wait: bool
     # look at values before anything is taken; None: unless it is short
-    | None = None,
+    wait: bool | None = None,
 ) -> None:
     """`KVStore.append` with the kernel in place of coding and packing. Raises as it does, and
     ValueError with the reason where `refuses` has one. After the first chunk, appends of at
