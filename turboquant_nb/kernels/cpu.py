@@ -1063,7 +1063,7 @@ class Cpu(Backend):
         k: Tensor,  # [B, H, 1, d_key] in the store's dtype
         v: Tensor,  # [B, H, 1, d_value]
     ) -> bool:  # whether it did; if not, nothing has changed
-        "Code one token of each sequence; what it does not code, the quantizer codes or refuses."
+        "Code one token of each sequence; the quantizer codes or refuses what this does not."
         clock, kind = store.clock, (store.dtype, store.device)
         if clock.by_device or store.end is not None:
             return False
