@@ -50,7 +50,9 @@ class Rule:
 
 
 @lru_cache(maxsize=256, typed=True)
-def shared_rule(**numbers) -> Rule:
+def shared_rule(
+    **numbers,  # fields of `Rule`
+) -> Rule:
     "The one rule of these numbers, so that what is remembered for a rule is found again."
     return Rule(**numbers)
 
@@ -74,7 +76,17 @@ class Call(NamedTuple):
 
     @classmethod
     def of(
-        cls, q, store, k=None, v=None, *, mask=None, first=None, recent=None, bias=None, **rule
+        cls,
+        q,  # this and what follows: as the fields
+        store,
+        k=None,
+        v=None,
+        *,
+        mask=None,
+        first=None,
+        recent=None,
+        bias=None,
+        **rule,  # fields of `Rule`
     ):
         "A call by a rule of these numbers, see `Rule`."
         known = not torch.compiler.is_compiling()  # which looks into no cache
@@ -102,7 +114,12 @@ class Answer(NamedTuple):
     lse: Tensor | None  # [B, Hq, n] fp32, log-sum-exp of the scores
 
 # %% ../../nbs/16_attention.ipynb #eceda3b6
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None, need_lse: bool = True) -> Answer:
+def with_sinks(
+    out: Tensor,  # [B, Hq, n, d_value]
+    lse: Tensor,  # [B, Hq, n] fp32
+    sinks: Tensor | None,  # None: nothing joins
+    need_lse: bool = True,  # False: where a logit joins, the answer has no log-sum-exp
+) -> Answer:
     "A learnt logit [Hq] joins each head's softmax: weights shrink by sigmoid(lse - logit)."
     if sinks is None:
         return Answer(out, lse)
@@ -186,7 +203,9 @@ class GroupedQueries:
     beside: Tensor | None = None  # of latents the other channels, rotated like the values
 
 
-def group_queries(call: Call) -> GroupedQueries:
+def group_queries(
+    call: Call,  # in the frame of its store, see `Call.into_frame`
+) -> GroupedQueries:
     store = call.store
     b, heads, n, d = call.q.shape
     scaling = d**-0.5 if call.rule.scaling is None else call.rule.scaling
@@ -203,7 +222,11 @@ def group_queries(call: Call) -> GroupedQueries:
 
 # %% ../../nbs/16_attention.ipynb #b1ea91c6
 def visible(
-    store: KVStore, n: int, positions: Tensor, causal: bool, sliding_window: int | None
+    store: KVStore,
+    n: int,  # queries
+    positions: Tensor,
+    causal: bool,
+    sliding_window: int | None,  # tokens that a query sees, itself included; None: all
 ) -> Tensor:
     "Which of `positions` [B|1, T] the last n tokens may look at: [B, 1, n, T] bool."
     at = (torch.arange(n, device=store.device) + (store.clock.now(store) - n))[:, None]
@@ -229,7 +252,13 @@ def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None, bias=Non
 class Blocks:
     "How blocks of coded tokens are read and multiplied."
 
-    def vectors(self, store: KVStore, side: str, first: int, last: int) -> tuple:
+    def vectors(
+        self,
+        store: KVStore,
+        side: str,  # "key" or "value"
+        first: int,
+        last: int,
+    ) -> tuple:
         """Coded vectors of positions [first, last): (levels [.., T, d], scales [.., T]) or, of
         a code that keeps more than symbols, (whole vectors, None)."""
         coded = store.coded(side, first, last)
@@ -370,7 +399,10 @@ def _finish(soft: _Softmax, call: Call) -> Answer:
     return Answer(out.reshape(*shape, value.q.d).to(q.dtype), lse.reshape(shape))
 
 # %% ../../nbs/16_attention.ipynb #5f3c427d
-def check_call(call: Call, block: int | None = None) -> None:
+def check_call(
+    call: Call,
+    block: int | None = None,  # coded tokens decoded at a time; None: not checked
+) -> None:
     "Raises ValueError/TypeError on shapes, dtypes, devices or numbers that do not fit."
     rule, store, q, k, v, *_ = call
     recent = call.recent
@@ -462,7 +494,10 @@ def in_runs(call: Call) -> list:
     return calls
 
 
-def joined(answers: list, dtype: torch.dtype) -> Answer:
+def joined(
+    answers: list,  # of type `Answer`, with their log-sum-exps
+    dtype: torch.dtype,  # of the output
+) -> Answer:
     "Attentions of the same queries to different tokens, as one."
     out, lse = answers[0]
     for answer in answers[1:]:
@@ -476,7 +511,11 @@ class Reference(Backend):
 
     name = "torch"
 
-    def __init__(self, block: int = 1024, blocks: Blocks | None = None):
+    def __init__(
+        self,
+        block: int = 1024,  # coded tokens decoded at a time
+        blocks: Blocks | None = None,  # None: PyTorch reads them
+    ):
         self.block = block  # coded tokens decoded at a time
         self.blocks = blocks or Blocks()
 

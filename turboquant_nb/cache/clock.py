@@ -42,25 +42,42 @@ class HostClock:
     settings = {}  # what a store is given to have this clock, and its file says
 
     @classmethod
-    def refuses(cls, what: str, have=None, got=None) -> str:
+    def refuses(
+        cls,
+        what: str,  # "ends", "freeing", "rows", "moving", "look-up" or "a cut past"
+        have=None,  # what the store has, where something is to change
+        got=None,  # what it is to have; the same is never refused
+    ) -> str:
         "Why a store cannot do something with this clock, in a sentence; empty if it can."
         return ""
 
     # --- the length
 
-    def now(self, store):
+    def now(
+        self,
+        store,  # a `KVStore`
+    ):
         "The length: a number, or a 0-dimensional tensor where only the device knows it."
         return store.length
 
-    def bound(self, store) -> int:
+    def bound(
+        self,
+        store,  # a `KVStore`
+    ) -> int:
         "The length, or where only the device knows it the longest that it may be."
         return store.length
 
-    def learn(self, store) -> int:
+    def learn(
+        self,
+        store,  # a `KVStore`
+    ) -> int:
         "Tokens held; where the device counts, this waits for it."
         return store.length
 
-    def sync(self, store) -> int:
+    def sync(
+        self,
+        store,  # a `KVStore`
+    ) -> int:
         "The same, and wait for what was taken without a look at it. Raises as `KVStore.sync`."
         _raise_flags(store.flags)
         return store.length
@@ -70,35 +87,63 @@ class HostClock:
 
     # --- tensors
 
-    def change(self, part: Part, new: Part) -> None:
+    def change(
+        self,
+        part: Part,  # changed in place
+        new: Part,  # coded alike
+    ) -> None:
         "A part becomes another."
         vars(part).update(vars(new))
 
-    def table(self, cos_sin) -> Tensor:
+    def table(
+        self,
+        cos_sin,  # a `CosSinCache`
+    ) -> Tensor:  # [positions, r] fp16
         "Cosines and sines for the positions held, and perhaps more."
         return cos_sin.table
 
-    def reach(self, cos_sin, tokens: int) -> None:
+    def reach(
+        self,
+        cos_sin,  # a `CosSinCache`
+        tokens: int,
+    ) -> None:
         "Have cosines and sines for so many positions."
         cos_sin.reach(tokens)
 
     # --- tokens that come and go
 
-    def append(self, store, k: Tensor, v: Tensor, names: tuple, by_host) -> None:
+    def append(
+        self,
+        store,  # a `KVStore`
+        k: Tensor,  # [B, H, n, d_key] in the store's frame
+        v: Tensor,  # [B, H, n, d_value]
+        names: tuple,  # how errors call k and v
+        by_host,  # (store, k, v, names) -> None
+    ) -> None:
         "Append: by the body `by_host`, for lengths that the host counts."
         by_host(store, k, v, names)
 
-    def exact_from(self, store):
+    def exact_from(
+        self,
+        store,  # a `KVStore`
+    ):  # as `now` gives the length
         "First position whose exact states are held as recent."
         return max(store._recent_from, store.length - store.recipe.recent)
 
-    def ring(self, store) -> tuple:
+    def ring(
+        self,
+        store,  # a `KVStore`
+    ) -> tuple:
         "(first position that is held as recent, slots of the ring from there on)."
         recent, first = store.recipe.recent, max(0, self.exact_from(store))
         count = store.length - first
         return first, ring_slots(first % max(recent, 1), count, recent, store.device)
 
-    def cut(self, store, length: int) -> tuple:
+    def cut(
+        self,
+        store,  # a `KVStore`
+        length: int,  # less than it has
+    ) -> tuple:  # (position, an `ExactUpdate` of each part, or nothing)
         """Of a store that goes back to `length` tokens: the first position that its ring still
         holds, as later tokens took slots, and what the ring of each part takes."""
         return max(store._recent_from, store.length - store.recipe.recent), ()
@@ -219,7 +264,9 @@ _FLAGGED = (
 )
 
 
-def flags_of(store) -> Tensor:
+def flags_of(
+    store,  # a `KVStore`, which gets them where it has none
+) -> Tensor:
     """[6] int32: keys not finite, keys too large, the same of values, too many tokens; a
     counter."""
     if store.flags is None:
@@ -254,7 +301,12 @@ def _encode_quietly(q, x, mean, flags):
     return Coded(codes, scale, kept or None)
 
 # %% ../../nbs/reference/cache_clock.ipynb #97d37b9f
-def check_states(store, k: Tensor, v: Tensor, names: tuple) -> None:
+def check_states(
+    store,  # a `KVStore`
+    k: Tensor,  # to be [B, H, n, d_key]
+    v: Tensor,  # to be [B, H, n, d_value]
+    names: tuple,  # how errors call k and v
+) -> None:
     "Raise ValueError/TypeError for all that can be refused without looking at values."
     for name, x, part in zip(names, (k, v), store.parts):
         checks.shape(checks.floats(x, name), name, store.batch, store.heads, "n", part.q.d)
@@ -285,7 +337,12 @@ class AppendOperands(NamedTuple):
     max_length: int
 
     @classmethod
-    def of(cls, store, k: Tensor, v: Tensor) -> "AppendOperands":
+    def of(
+        cls,
+        store,  # a static `KVStore`
+        k: Tensor,  # [B, H, n, d_key] in the store's frame
+        v: Tensor,  # [B, H, n, d_value]
+    ) -> "AppendOperands":
         "Of a store. Raises as `KVStore.append` for what shapes and types tell."
         check_states(store, k, v, ("k", "v"))
         room = store.max_length

@@ -20,7 +20,10 @@ from ..quant.quantizer import COARSER, Spec
 from ..quant.recipe import Recipe
 
 # %% ../../nbs/15_store.ipynb #31a0000b
-def coarser(spec: Spec, d: int) -> Spec:
+def coarser(
+    spec: Spec,
+    d: int,  # head size
+) -> Spec:
     "The spec of codes without the last bit of channels of 3 and 4; itself if it has none."
     if find_code(spec, d).coarser is None:
         return spec
@@ -94,7 +97,12 @@ class DecayStore(KVStore):
 
     # --- what a store does, in two
 
-    def read(self, first: int | None = None, last: int | None = None, framed: bool = False):
+    def read(
+        self,
+        first: int | None = None,
+        last: int | None = None,
+        framed: bool = False,  # keys as `Part.into_frame` gave them
+    ):
         """Decoded keys and values of positions [first, last), all that is held by default, as
         `KVStore.read` gives them; those that are old as the coarser codes have them."""
         first, edge = self.freed if first is None else first, self.offset
@@ -111,7 +119,11 @@ class DecayStore(KVStore):
             super().evict(before, lambda: vars(older).update(dict.fromkeys(_ENDS, self.offset)))
 
     @without_autograd
-    def crop(self, tokens: int, tail: Tail | None = None) -> Tail | None:
+    def crop(
+        self,
+        tokens: int,  # of either sign
+        tail: Tail | None = None,  # of the last append, see `tail_with`
+    ) -> Tail | None:  # what is left of it; None if the crop went deeper
         """Forget the last `tokens` tokens. What is left of a tile of the older store is coded
         anew from what it reads as."""
         length = self.length - abs(checks.whole(tokens, "tokens"))
@@ -119,7 +131,10 @@ class DecayStore(KVStore):
             return super().crop(tokens, tail)
         _cut_older(self, length)
 
-    def code_again(self, *states) -> None:
+    def code_again(
+        self,
+        *states,  # start, end, k, v as of `KVStore.code_again`
+    ) -> None:
         "Code all tokens again, young ones all of them."
         super().code_again(*states, lambda: vars(self.older).update(dict.fromkeys(_ENDS, 0)))
 

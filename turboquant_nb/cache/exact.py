@@ -30,7 +30,9 @@ def without_autograd(f):
     return run
 
 
-def commit(change) -> None:
+def commit(
+    change,  # without arguments
+) -> None:
     """Make a change that may be made twice, of copies and assignments. What is raised in the
     middle of it, an interrupt too, is raised when the change is whole."""
     try:
@@ -54,7 +56,9 @@ def _slots_on(first: int, count: int, recent: int, device: torch.device, stream)
         return torch.arange(first, first + count, device=device) % max(recent, 1)
 
 
-def ring_slots(first: int, count: int, recent: int, device: torch.device) -> Tensor:
+def ring_slots(
+    first: int, count: int, recent: int, device: torch.device
+) -> Tensor:  # [count] long
     """Slots of a ring of `recent` tokens that `count` positions have, the first of them in slot
     `first`; every layer asks for the same. Made once for each stream: another one would not
     wait for it."""
@@ -88,7 +92,10 @@ class ExactTokens:
         "[B, H, W, d]; position p is in slot p mod W."
         return self.tensors["recent"]
 
-    def slots(self, length) -> Tensor:
+    def slots(
+        self,
+        length,  # an int, or a 0-dimensional tensor where the device counts
+    ) -> Tensor:
         "[W] positions of the last W of `length` tokens; below 0 where there are fewer."
         recent = self.recent.shape[2]
         return torch.arange(recent, device=self.recent.device) + (length - recent)
@@ -123,7 +130,10 @@ class ExactTokens:
         if new.sinks is not None:
             self.sinks.copy_(new.sinks)
 
-    def states(self, length) -> Tensor:
+    def states(
+        self,
+        length,  # as of `slots`
+    ) -> Tensor:
         "[B, H, S+W, d]: the sinks, then the last W of `length` tokens."
         slots = self.slots(length)
         recent = self.recent.shape[2]
@@ -173,7 +183,10 @@ class Ranges:
             self.know(tuple(self.start.tolist()))
         return self._known.numbers
 
-    def know(self, numbers: tuple) -> None:
+    def know(
+        self,
+        numbers: tuple,  # an int for each sequence
+    ) -> None:
         "Note what `start` is, without waiting for the device."
         self._known = _KnownStarts(self.start, self.start._version, numbers)
 
@@ -198,7 +211,12 @@ class Ranges:
             positions[:, None, None] >= since
         )
 
-    def checked(self, name: str, value, high: int) -> Tensor:
+    def checked(
+        self,
+        name: str,  # how errors call it
+        value,  # one for all sequences, or one for each
+        high: int,  # the largest that is allowed
+    ) -> Tensor:
         """A [B] long tensor with every entry from 0 to high, from an int or a tensor. Raises
         ValueError otherwise."""
         batch = len(self.start)

@@ -118,7 +118,11 @@ class Places(NamedTuple):
     scales: int
 
     @classmethod
-    def of(cls, fields: dict, planes: tuple | None = None) -> "Places":
+    def of(
+        cls,
+        fields: dict,  # {name: `Field`}, one of them "scale"
+        planes: tuple | None = None,  # at most three, most significant first
+    ) -> "Places":
         "Of fields by name; planes: names of some, else the first that there are."
         planes = planes or [name for name in fields if name.startswith("plane")]
         at = [fields[name].offset for name in planes]
@@ -166,7 +170,10 @@ class Memory:
         self.groups, self.extras, self.fields, self.cell_bytes, self.places = cell
         self.cells = self._views = self._scales = self._strided = None
 
-    def places_of(self, planes: tuple) -> Places:
+    def places_of(
+        self,
+        planes: tuple,  # at most three, most significant first
+    ) -> Places:
         "Where kernels find these planes, by name."
         return Places.of(self.fields, planes)
 
@@ -225,7 +232,11 @@ class Memory:
         "Planes of the codes of some channels."
         return [self.tensors[name] for name in group.names]
 
-    def write(self, coded: Coded, at: int) -> None:
+    def write(
+        self,
+        coded: Coded,  # codes [B, H, n, d], scales [B, H, n]
+        at: int,  # token, counted from the first tile
+    ) -> None:
         "Put coded tokens at `at`."
         for g in self.groups:
             write_unchecked(self.planes_of(g), g.layout, coded.codes[..., g.channels], at)
@@ -236,7 +247,11 @@ class Memory:
             else:
                 write_unchecked([self.tensors[name]], layout, coded.residual[name], at)
 
-    def read(self, first: int, last: int) -> Coded:
+    def read(
+        self,
+        first: int,  # tokens, counted from the first tile
+        last: int,
+    ) -> Coded:  # codes [B, H, last - first, d], scales [B, H, last - first]
         "What was written at [first, last)."
         parts = [_cut(self.planes_of(g), g.layout, first, last) for g in self.groups]
         codes = parts[0]
@@ -261,7 +276,11 @@ class Memory:
         return some.flatten(2)[:, :, first - a * self.tile : last - a * self.tile]
 
 
-def resized(memories: list, drop: int, tiles: int) -> list:
+def resized(
+    memories: list,  # of type `Memory`, on one device
+    drop: int,
+    tiles: int,
+) -> list:  # [B, H, tiles, cell_bytes] uint8 each
     """Cells of each of these memories, without their first `drop` tiles, with room for `tiles`
     tiles after them; nothing changes yet. What is new is 0."""
     old = [memory.cells[:, :, drop:] for memory in memories]
@@ -341,7 +360,11 @@ class Frame(NamedTuple):
 
 # %% ../../nbs/reference/cache_memory.ipynb #c2e26fa8
 @lru_cache(maxsize=256)
-def shared_quantizer(spec: Spec, d: int, device: torch.device) -> Quantizer:
+def shared_quantizer(
+    spec: Spec,
+    d: int,  # head size
+    device: torch.device,
+) -> Quantizer:
     "The one quantizer of its kind, which layers share; `device` as `placed` gives it."
     with torch.inference_mode(False):
         return make_quantizer(spec, d, device)
@@ -460,20 +483,29 @@ class Part:
             out["pair"] = pair
         return out
 
-    def hold(self, tensors: dict) -> None:
+    def hold(
+        self,
+        tensors: dict,  # by name, as `tensors` gives them
+    ) -> None:
         "Have these tensors in place of its own."
         self.memory.hold(tensors["cells"])
         self.exact = ExactTokens({name: tensors[name] for name in ("sinks", "recent")})
         self.frame = Frame(**{name: tensors[name] for name in self.frame_names})
 
-    def having(self, tensors: dict) -> "Part":
+    def having(
+        self,
+        tensors: dict,  # by name, as `tensors` gives them
+    ) -> "Part":
         "A part like this one, of other tensors."
         out = copy(self)
         out.memory = copy(self.memory)
         out.hold(tensors)
         return out
 
-    def mapped(self, f) -> "Part":
+    def mapped(
+        self,
+        f,  # tensor -> tensor, whose rows are the first dimension
+    ) -> "Part":
         "A part like this one, in which f was applied to all that has a row for each sequence."
         rows = {name: f(t) for name, t in self.row_tensors.items()}
         return self.having(self.tensors | rows)
@@ -482,7 +514,10 @@ class Part:
         "States [B, H, n, d] as they are held: keys times the pair scale, where there is one."
         return scaled_keys(x, self.frame.pair)
 
-    def out_of_frame(self, x: Tensor) -> Tensor:
+    def out_of_frame(
+        self,
+        x: Tensor,  # [B, H, n, d]
+    ) -> Tensor:
         "Held states as the model knows them: the inverse of `into_frame` but for rounding."
         pair = self.frame.pair
         return x if pair is None else (x / pair).to(x.dtype)
@@ -497,7 +532,11 @@ class Part:
         rows = q.reshape(len(q), heads, groups * q.shape[2], q.shape[3])
         return (rows / pair).to(q.dtype).view(q.shape)
 
-    def center(self, rows: Tensor | None) -> Tensor | None:
+    def center(
+        self,
+        # [B, 1, n, r], see `store.angles`; None where the centre rotates nothing
+        rows: Tensor | None,
+    ) -> Tensor | None:  # broadcasts to [B, H, n, d]
         "What coding subtracts at positions with these cosines and sines: a mean, or None."
         return self.q.centre.at(self.frame.mean, rows)
 

@@ -183,7 +183,12 @@ def write(
     write_unchecked(planes, layout, codes, first)
 
 
-def write_unchecked(planes: list, layout: Layout, codes: Tensor, first: int) -> None:
+def write_unchecked(
+    planes: list,  # uint8 [..., tiles, *plane_shape], changed in place
+    layout: Layout,
+    codes: Tensor,  # [..., n, d] uint8, below 2**bits
+    first: int,  # token index at which codes[..., 0, :] goes
+) -> None:
     "`write` without checks: they read every code once more and, on a GPU, wait for the answer."
     n = codes.shape[-2]
     i = 0

@@ -49,7 +49,12 @@ class CellLayout:
                 raise ValueError(f"{name} must be a multiple of 16, got {getattr(self, name)}")
 
     @classmethod
-    def of(cls, key: Quantizer, value: Quantizer, tokens: int) -> "CellLayout":
+    def of(
+        cls,
+        key: Quantizer,
+        value: Quantizer,
+        tokens: int,  # of a block
+    ) -> "CellLayout":
         "For codes of two quantizers. Raises ValueError where a cell cannot hold them."
         for name, q in (("keys", key), ("values", value)):
             if why := q.code.refuses("windows"):
@@ -71,7 +76,11 @@ class CellLayout:
         "Planes of the values of a cell."
         return Layout(self.value_bits, self.d_value, "token", self.tokens)
 
-    def fields(self, scale_dtypes: tuple = (torch.float16, torch.float16)) -> dict:
+    def fields(
+        self,
+        # of keys and of values, 2 bytes each
+        scale_dtypes: tuple = (torch.float16, torch.float16),
+    ) -> dict:  # {name: `Field`}
         """Fields of a cell by name ("key plane0", "value scale", …), in the order of their
         bytes."""
         out = {}
@@ -100,13 +109,21 @@ class CellLayout:
         "Bytes of a cell."
         return self.tokens * self.bytes_per_token
 
-    def empty(self, blocks: int, heads: int, device="cpu") -> Tensor:
+    def empty(
+        self,
+        blocks: int,
+        heads: int,  # KV heads
+        device="cpu",
+    ) -> Tensor:  # uint8, not cleared
         "Memory for so many blocks, [blocks, heads, tokens, bytes_per_token]."
         return torch.empty(
             blocks, heads, self.tokens, self.bytes_per_token, dtype=torch.uint8, device=device
         )
 
-    def check(self, cache: Tensor) -> Tensor:
+    def check(
+        self,
+        cache: Tensor,  # to be [blocks, heads, tokens, bytes_per_token] uint8
+    ) -> Tensor:
         """`cache`. Raises TypeError/ValueError unless it is memory of cells of this layout,
         16-byte aligned."""
         checks.shape(
@@ -135,7 +152,10 @@ class CellLayout:
         return cache
 
     def views(
-        self, cache: Tensor, scale_dtypes: tuple = (torch.float16, torch.float16)
+        self,
+        cache: Tensor,  # [blocks, heads, tokens, bytes_per_token] uint8
+        # of keys and of values, 2 bytes each
+        scale_dtypes: tuple = (torch.float16, torch.float16),
     ) -> dict:
         "The fields of all cells, by name: views [blocks, heads, *shape] of the memory."
         cells = self.check(cache).flatten(2)
@@ -163,11 +183,17 @@ class CellCodes:
         "Keys less the centre."
         return k if self.center is None else (k.float() - self.center).to(k.dtype)
 
-    def views(self, cache: Tensor) -> dict:
+    def views(
+        self,
+        cache: Tensor,  # [blocks, H, N, C] uint8
+    ) -> dict:  # views [blocks, H, *shape]
         "The fields of all cells, by name."
         return self.cell.views(cache, (self.key.scale_dtype, self.value.scale_dtype))
 
-    def memories(self, cache: Tensor) -> list:
+    def memories(
+        self,
+        cache: Tensor,  # [blocks, H, N, C] uint8, which they share
+    ) -> list:
         """Keys and values of a pool, each as the `Memory` of one sequence whose tiles are the
         blocks: a slot is a position in it."""
         cells = self.cell.check(cache).flatten(2).transpose(0, 1)[None]
@@ -177,7 +203,12 @@ class CellCodes:
             at += memory.cell_bytes
         return out
 
-    def read(self, cache: Tensor, table: Tensor, tokens: int) -> list:
+    def read(
+        self,
+        cache: Tensor,  # [blocks, H, N, C] uint8
+        table: Tensor,  # [n] blocks of the sequence, in the order of its tokens
+        tokens: int,
+    ) -> list:
         "The first tokens of a sequence, decoded: keys [H, tokens, d_key] and values."
         coded = zip((self.key, self.value), read_cells(cache, self, table, tokens))
         keys, values = (decode(q, c).to(cache.device) for q, c in coded)
@@ -333,7 +364,10 @@ class Recent:
         "Recent tokens of a block."
         return self.cache.shape[2] - self.sinks
 
-    def of(self, requests) -> "Recent":
+    def of(
+        self,
+        requests,  # rows of the table, or another index of them
+    ) -> "Recent":
         "Of some rows of the table."
         return replace(self, table=self.table[requests])
 
@@ -368,7 +402,12 @@ class Recent:
         return [(sides(next(parts)), sides(next(parts))) for _ in counts]
 
 
-def recent_block(nbytes: int, numbers: int, itemsize: int, sinks: int = 0) -> int:
+def recent_block(
+    nbytes: int,  # of a cell
+    numbers: int,  # of a token of one head: d_key + d_value
+    itemsize: int,  # bytes of a number
+    sinks: int = 0,  # first tokens
+) -> int:
     """Recent tokens of so many numbers that fit into a cell's bytes beside first ones: a power
     of two, which divides the bytes. Raises ValueError where none does."""
     fit = nbytes // (numbers * itemsize)

@@ -19,14 +19,23 @@ from ..quant.quantizer import encode
 from ..theory.centre import rows_at
 
 # %% ../../nbs/15_store.ipynb #30e00007
-def angles(store, first: int, last: int) -> Tensor:
+def angles(
+    store,  # a `KVStore` whose centre rotates
+    first: int,  # positions from the first token ever appended
+    last: int,
+) -> Tensor:
     "Rows of the table of cosines and sines for tokens [first, last): [B, 1, n, r]."
     store.clock.reach(store.cos_sin, last)
     at = torch.arange(first, last, device=store.device)
     return rows_at(store.rope_table, store.start, at)
 
 # %% ../../nbs/15_store.ipynb #30e0000a
-def replace_tiles(store, drop: int, tiles: int, then=lambda: None) -> None:
+def replace_tiles(
+    store,  # a `KVStore`
+    drop: int,  # tiles that are given up at the front
+    tiles: int,  # that there is room for afterwards
+    then=lambda: None,  # assignments, which may be made twice: see `commit`
+) -> None:
     """Give a store other tensors of codes: without the first tiles, and with room for `tiles`.
     This and `then` are done both, or neither."""
     new = resized([part.memory for part in store.parts], drop, tiles)
@@ -42,7 +51,10 @@ def replace_tiles(store, drop: int, tiles: int, then=lambda: None) -> None:
     commit(change)
 
 
-def make_room(store, n: int) -> None:
+def make_room(
+    store,  # a `KVStore`
+    n: int,
+) -> None:
     "Grow, by an eighth at least, if n more tokens do not fit; nothing else changes."
     have = store.key.memory.tiles
     need = -(-(store.length - store.offset + n) // store.tile)
@@ -79,7 +91,13 @@ def _check_room(store, n: int):
 
 
 @without_autograd
-def append_by_host(store, k, v, names, code=_code) -> None:
+def append_by_host(
+    store,  # a `KVStore`
+    k,  # [B, H, n, d_key] in the store's frame
+    v,  # [B, H, n, d_value]
+    names,  # how errors call k and v
+    code=_code,  # (store, (k, v), names) -> what confirms the codes, or None
+) -> None:
     "Append where the host counts. `code` may return what confirms its codes later."
     store.clock.learn(store)
     check_states(store, k, v, names)
@@ -220,7 +238,9 @@ def _check_codes(parts):
             raise ValueError(f"static=True does not serve {why}")
 
 
-def row_tensors(store) -> list:
+def row_tensors(
+    store,  # a `KVStore`
+) -> list:
     "Every tensor with a row for each sequence; where the device counts they never move."
     return [*(t for part in store.parts for t in part.row_tensors.values()), store.start]
 
@@ -339,7 +359,10 @@ def center(self: KVStore, side: str, first: int, last: int) -> Tensor | None:
 
 
 @patch
-def exact(self: KVStore, side: str) -> tuple:
+def exact(
+    self: KVStore,
+    side: str,  # "key" or "value"
+) -> tuple:
     """Exact states with their positions: ([B, H, S+W, d], positions [B, S+W]); position -1
     marks an empty slot."""
     exact, sinks, length = (getattr(self, side).exact, self.recipe.sinks, self.clock.now(self))
@@ -423,7 +446,11 @@ def code_again(
 @patch
 @without_autograd
 def set_range(
-    self: KVStore, start=None, end=None, k: Tensor | None = None, v: Tensor | None = None
+    self: KVStore,
+    start=None,  # None: it stays
+    end=None,  # None: every sequence goes on
+    k: Tensor | None = None,  # [B, H, length, d_key], exact, as the model has them
+    v: Tensor | None = None,  # [B, H, length, d_value]
 ):
     """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
     moves after tokens came, `k` and `v` of all of them are coded again: sinks, and the position
@@ -468,7 +495,12 @@ def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
     _exchange(store, new[store], start, end, the_rest, **numbers)
 
 
-def rearrange(store, f, batch: int, then=lambda: None) -> None:
+def rearrange(
+    store,  # a `KVStore`
+    f,  # tensor -> tensor, whose rows are the first dimension
+    batch: int,
+    then=lambda: None,  # assignments, which may be made twice: see `commit`
+) -> None:
     "f picks `batch` rows of each tensor. This and `then` are done both, or neither."
     if why := store.clock.refuses("rows", store.batch, batch):
         raise ValueError(why)
@@ -476,7 +508,10 @@ def rearrange(store, f, batch: int, then=lambda: None) -> None:
 
 
 @patch
-def picked(self: KVStore, indices: Tensor) -> Tensor:
+def picked(
+    self: KVStore,
+    indices: Tensor,  # as of `select`
+) -> Tensor:  # [rows] long
     "The old row of each row that `select` leaves. Raises as it does, of indices."
     index = torch.as_tensor(indices, device=self.device)
     if index.dtype.is_floating_point or index.dtype.is_complex:
@@ -493,7 +528,11 @@ def picked(self: KVStore, indices: Tensor) -> Tensor:
 
 
 @patch
-def select(self: KVStore, indices: Tensor) -> None:
+def select(
+    self: KVStore,
+    # [rows] integers, below 0 counted from the end, or [B] bool: which to keep
+    indices: Tensor,
+) -> None:
     """Keep, repeat or reorder sequences: row i becomes old row indices[i]. Raises ValueError
     for an index out of range, and for another number of rows where the store is static."""
     index = self.picked(indices)
@@ -508,7 +547,12 @@ def repeat(self: KVStore, times: int) -> None:
 
 # %% ../../nbs/15_store.ipynb #7449ddf7
 @without_autograd
-def tail_with(store: KVStore, k: Tensor, v: Tensor, names: tuple = ("k", "v")) -> Tail:
+def tail_with(
+    store: KVStore,
+    k: Tensor,  # [B, H, n, d_key] in the store's dtype
+    v: Tensor,  # [B, H, n, d_value]
+    names: tuple = ("k", "v"),  # how errors call k and v
+) -> Tail:
     """Before an append of k and v, in the frame like what it gives: the recent tokens in order,
     then these. Raises as `append`."""
     check_states(store, k, v, names)
@@ -632,7 +676,10 @@ def evict(
 
 @patch
 @without_autograd
-def to(self: KVStore, device) -> None:
+def to(
+    self: KVStore,
+    device,  # a `torch.device` or its name
+) -> None:
     "Move everything to a device (offloading). Codes stay as they are."
     device = torch.zeros(0, device=device).device
     if why := self.clock.refuses("moving", self.device, device):

@@ -285,7 +285,10 @@ def _two_halves(rotation) -> Tensor:
     return rotation.memo["two halves"]
 
 
-def refuses(store: KVStore, tables: CodeTables | None) -> str:
+def refuses(
+    store: KVStore,
+    tables: CodeTables | None,  # of its quantizers; None where no kernel reads these
+) -> str:
     "Why `read_block` cannot read this store; empty if it can."
     if triton.language is None:
         return checks.missing("Triton is not installed", "triton")
@@ -652,7 +655,11 @@ class KernelBlocks(Blocks):
             out[name] = found[:, :, first - a * tile : last - a * tile]
         return out
 
-    def product(self, x: Tensor, y: Tensor) -> Tensor:
+    def product(
+        self,
+        x: Tensor,  # [B, H, rows, n] fp32
+        y: Tensor,  # [B, H, n, m] fp32 or fp16
+    ) -> Tensor:  # [B, H, rows, m] fp32
         "In half types rows are rounded to fp16, in units of their largest number."
         if y.dtype == torch.float32:
             return x @ y

@@ -145,11 +145,19 @@ class Workspace:
     """Memory for what the splits of a call leave. Grows when asked for more, unless it is
     fixed: a captured graph keeps the address that it saw."""
 
-    def __init__(self, device, floats: int = 0, fixed: bool = False):
+    def __init__(
+        self,
+        device,
+        floats: int = 0,  # fp32 numbers that there is room for at first
+        fixed: bool = False,  # True: it never grows
+    ):
         self.memory = torch.empty(floats, dtype=torch.float32, device=device)
         self.fixed = fixed
 
-    def take(self, *sizes: int) -> list:
+    def take(
+        self,
+        *sizes: int,  # each is rounded up to a multiple of 4
+    ) -> list:  # of fp32 tensors, views of the memory
         """Parts with so many numbers each, one after another; what they held is gone. Raises
         ValueError where it may not grow."""
         sizes = [-(-n // 4) * 4 for n in sizes]  # each from a multiple of 16 bytes
@@ -165,7 +173,11 @@ class Workspace:
         return list(self.memory[: sum(sizes)].split(sizes))
 
 
-def count_splits(tokens: int, programs: int, target: int) -> int:
+def count_splits(
+    tokens: int,  # of a request at most; of a window what it sees
+    programs: int,
+    target: int,
+) -> int:
     """Splits of requests that may have so many tokens, where a split of all has so many
     programs and `target` fill the GPU."""
     tiles = max(1, -(-tokens // 256))

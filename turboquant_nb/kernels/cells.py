@@ -60,17 +60,26 @@ class CellPlan(CellCodes):
             mean = self.center[None, :, None]
             self.rotated_center = rotated_mean(mean, self.rotations[0])
 
-    def refuses(self, kernel: str = "auto") -> str:
+    def refuses(
+        self,
+        kernel: str = "auto",  # "fragments", "portable", or "auto": the first of them that can
+    ) -> str:
         """Why a kernel cannot attend to these cells; empty if it can. Raises ValueError for an
         unknown name."""
         return select_kernel(self.plan, self.device, kernel)[1]
 
-    def coder(self, dtype: torch.dtype) -> AppendPlan:
+    def coder(
+        self,
+        dtype: torch.dtype,  # fp32, fp16 or bf16
+    ) -> AppendPlan:
         "How states of this dtype are coded."
         sizes = StoreSizes(self.cell.tokens, self.center is not None)
         return shared_plan((self.key, self.value), dtype, self.device, sizes)
 
-    def piece(self, heads: int) -> int:
+    def piece(
+        self,
+        heads: int,  # KV heads
+    ) -> int:
         """Tokens at most whose vectors lie in memory at once, where codes are by windows:
         16,384 vectors of a side, in whole runs of 16 tokens."""
         return max(16, 16384 // heads // 16 * 16)
@@ -81,7 +90,10 @@ class CellPlan(CellCodes):
         return cells, cells.view(self.key.scale_dtype)
 
 # %% ../../nbs/reference/kernels_cells.ipynb #45b0000d
-def check_int32(dims: int, **named: Tensor) -> None:
+def check_int32(
+    dims: int,
+    **named: Tensor,  # by the names that errors say
+) -> None:
     "TypeError for tensors that are not int32 with so many dimensions, the last one dense."
     for name, x in named.items():
         if x.dtype != torch.int32 or x.ndim != dims or x.stride(-1) != 1:

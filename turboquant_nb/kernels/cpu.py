@@ -806,15 +806,25 @@ class Library:
         "Why there is none, in a sentence; empty if there is one."
         return self._found[1]
 
-    def lacks(self, why: str) -> bool:
+    def lacks(
+        self,
+        why: str,  # a reason, such as `Cpu.refuses` gives
+    ) -> bool:
         "Whether this is why there is none, if anybody asked; nothing is compiled to say it."
         return bool(why) and vars(self).get("_found", (None, ""))[1] == why
 
-    def attend(self, call: "_Call") -> None:
+    def attend(
+        self,
+        call: "_Call",  # its addresses are of tensors that live until this returns
+    ) -> None:
         "Run it."
         self._found[0].attend(ctypes.addressof(call))
 
-    def code(self, call: "_Call", coders) -> bool:
+    def code(
+        self,
+        call: "_Call",  # as of `attend`
+        coders,  # keys' and values' `_Coder`, in an array of C
+    ) -> bool:
         "Code a token; False if it cannot be, and nothing has changed."
         return bool(self._found[0].code(ctypes.addressof(call), ctypes.addressof(coders)))
 
@@ -901,7 +911,7 @@ def _held_by(store) -> _Call:
     "What a call says of the tensors of a store, kept while they are the same."
     key, value = store.parts
     tensors = [key.exact.sinks, value.exact.sinks, key.exact.recent, value.exact.recent]
-    tensors += [*key.memory.tensors.values(), *value.memory.tensors.values()]
+    tensors += [key.memory.cells, value.memory.cells]
     call, former = store.memo.get("cpu", (None, ()))
     if len(former) != len(tensors) or any(a is not b for a, b in zip(former, tensors)):
         call = _Call(key=_side(key), value=_side(value))
@@ -941,7 +951,10 @@ class Cpu(Backend):
 
     name = "cpu"
 
-    def __init__(self, library: Library | None = None):
+    def __init__(
+        self,
+        library: Library | None = None,  # None: one of its own, compiled when a call first asks
+    ):
         self.library = library or Library()
 
     def refuses(self, call: Call) -> str:
@@ -1049,10 +1062,8 @@ class Cpu(Backend):
         store: KVStore,
         k: Tensor,  # [B, H, 1, d_key] in the store's dtype
         v: Tensor,  # [B, H, 1, d_value]
-    ) -> (
-        bool
-    ):  # whether it did; if not, nothing has changed, and the quantizer codes or refuses
-        "Code one token of each sequence."
+    ) -> bool:  # whether it did; if not, nothing has changed
+        "Code one token of each sequence; the quantizer codes or refuses what this does not."
         clock, kind = store.clock, (store.dtype, store.device)
         if clock.by_device or store.end is not None:
             return False

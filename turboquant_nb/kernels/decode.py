@@ -964,7 +964,11 @@ class DecodeSizes(NamedTuple):
     value_bits: int
 
     @classmethod
-    def of(cls, x: DecodeOperands, paging: Paging | None = None) -> "DecodeSizes":
+    def of(
+        cls,
+        x: DecodeOperands,
+        paging: Paging | None = None,  # None: of a store
+    ) -> "DecodeSizes":
         batch, query_heads, n, d = x.q.shape
         heads, tiles = x.key_cells.shape[1:3]
         dv = len(x.value_rotation)
@@ -1070,7 +1074,12 @@ class CodeTables(NamedTuple):
     chains: tuple = ((), ())  # `chain_of` of keys and of values
 
     @classmethod
-    def of(cls, key, value, device) -> "CodeTables":
+    def of(
+        cls,
+        key,  # `Quantizer` of keys
+        value,  # `Quantizer` of values
+        device,
+    ) -> "CodeTables":
         "Tables of codes that have a `Lut`."
         luts = [q.code.lut for q in (key, value)]
         levels = torch.zeros(2, 16)
@@ -1092,7 +1101,9 @@ def dense_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def last_dim_dense(x: Tensor | None) -> Tensor | None:
+def last_dim_dense(
+    x: Tensor | None,  # [B, H, n, d]
+) -> Tensor | None:
     "`dense_channels`; None if x is missing or empty."
     return None if x is None or not x.shape[2] else dense_channels(x)
 
@@ -1153,7 +1164,11 @@ def store_operands(
     )
 
 
-def call_numbers(q: Tensor, rule: Rule, splits: int | None) -> dict:
+def call_numbers(
+    q: Tensor,  # [B, Hq, n, d_key]
+    rule: Rule,
+    splits: int | None,  # parts of the coded tokens; None: enough to fill the GPU
+) -> dict:
     "The numbers of a call as the operator takes them. Raises ValueError for splits below 1."
     if splits is not None and splits < 1:
         raise ValueError(f"splits must be positive, got {splits}")
@@ -1170,7 +1185,10 @@ def padded_size(d: int) -> int:
     return max(16, 1 << (d - 1).bit_length())
 
 
-def rotate(x: Tensor, matrix: Tensor) -> Tensor:
+def rotate(
+    x: Tensor,  # [..., d]
+    matrix: Tensor,
+) -> Tensor:
     """x times a [d, d] fp32 matrix, or [B, H, n, d] times those of heads, in fp32 whatever
     autocast says."""
     with torch.autocast(x.device.type, enabled=False):
@@ -1251,13 +1269,21 @@ class SplitRule(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: DecodeOperands, s: DecodeSizes, rows: int, programs: int, tile: int
+        cls,
+        x: DecodeOperands,
+        s: DecodeSizes,
+        rows: int,  # programs of one split
+        programs: int,  # to aim at
+        tile: int,  # tokens
     ) -> "SplitRule":
         held = None if x.position is None else s.tiles * s.tile
         visible = None if x.sliding_window is None else x.sliding_window + s.n + tile - 2
         return cls(rows, programs, tile, held, visible, x.splits)
 
-    def splits(self, coded: int) -> int:
+    def splits(
+        self,
+        coded: int,  # where the device counts, what there is room for stands for it
+    ) -> int:
         "Splits of so many coded tokens."
         if self.asked is not None:
             return self.asked
@@ -1277,7 +1303,13 @@ class Parts(NamedTuple):
     blocks: int  # of Q query rows each, that a KV head has
 
     @classmethod
-    def empty(cls, x: DecodeOperands, s: DecodeSizes, Q: int, splits: int) -> "Parts":
+    def empty(
+        cls,
+        x: DecodeOperands,
+        s: DecodeSizes,
+        Q: int,  # query rows of a block
+        splits: int,
+    ) -> "Parts":
         blocks = -(-s.rows // Q)
         shape = s.batch * s.heads * blocks, splits, Q
         new = x.q.new_empty

@@ -271,7 +271,9 @@ def key_chain_asm(
     return "\n".join([*out, "}"]), ",".join(constraints)
 
 # %% ../../nbs/20_tensor_cores.ipynb #125ff866
-def place_bits(d: int) -> tuple:
+def place_bits(
+    d: int,  # head size
+) -> tuple:
     """Which bit of a channel's number each bit of its place among the values is, the lowest
     first: the lane (3 bits), the row of the lane, the piece, the half."""
     order = lane_order(d)
@@ -1679,7 +1681,13 @@ def _configs() -> dict:
     )
 
 
-def packaged_config(capability: tuple, d: int, rows: int, bits: int, mean: str = "") -> tuple:
+def packaged_config(
+    capability: tuple,  # (major, minor)
+    d: int,  # head size, padded to a power of two, at least 64
+    rows: int,  # of queries in a program: 4 or 8
+    bits: int,  # of keys or values, whichever have more
+    mean: str = "",
+) -> tuple:  # (programs, options of Triton)
     """Programs to aim at for each multiprocessor, and how the kernel is compiled. mean:
     "biased" where the sums of a pre-RoPE mean are read, "fused" where they are computed, else
     empty."""

@@ -119,7 +119,9 @@ class CodedSide(NamedTuple):
     chain: int = 0  # room for a vector of a code by windows; 0: by edges
 
 
-def packed_order(d: int) -> tuple:
+def packed_order(
+    d: int,  # head size
+) -> tuple:
     "`lane_order` as kernels take it: four bits for each, the lowest place first; how many."
     order = lane_order(d)
     return sum(bit << (4 * i) for i, bit in enumerate(reversed(order))), len(order)
@@ -739,7 +741,10 @@ def is_current(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == torch.cuda.current_device()
 
 # %% ../../nbs/18_encode.ipynb #b5b79162
-def strides(x: Tensor, *names: str) -> dict:
+def strides(
+    x: Tensor,
+    *names: str,  # of the first dimensions, in order
+) -> dict:
     "The first strides of a tensor, by the names of a kernel's arguments."
     return dict(zip(names, x.stride()))
 
@@ -770,7 +775,10 @@ class Launcher:
     """Launches a kernel with arguments by name; from the second time on without Triton's own
     search for the compiled kernel."""
 
-    def __init__(self, kernel):
+    def __init__(
+        self,
+        kernel,  # of Triton or Gluon
+    ):
         parameters = inspect.signature(getattr(kernel, "fn", kernel)).parameters
         constants = [
             n
@@ -792,7 +800,11 @@ class Launcher:
             pick, (list(parameters), constants, tensors, numbers)
         )
 
-    def sizes(self, named: dict, addresses: list) -> tuple:
+    def sizes(
+        self,
+        named: dict,  # arguments by name
+        addresses: list,  # of its tensors, in their order
+    ) -> tuple:
         "What Triton compiles for of numbers and addresses."
         aligned = reduce(operator.or_, addresses) & 15 == 0 or tuple(
             [a & 15 == 0 for a in addresses]
@@ -802,7 +814,11 @@ class Launcher:
             -1 if x == 1 else (x & 15 == 0) + 2 * (x >> 31 > 0) for x in self.numbers(named)
         ]
 
-    def kind(self, named: dict, options: dict = {}) -> tuple:
+    def kind(
+        self,
+        named: dict,  # arguments by name
+        options: dict = {},  # how Triton compiles
+    ) -> tuple:
         "What Triton compiles for."
         tensors = self.tensors(named)
         return (
@@ -828,7 +844,13 @@ class Launcher:
                 READY[kind] = compiled
         return Launch(compiled, grid, args, self.places, slots)
 
-    def launch_known(self, grid: tuple, named: dict, ready: dict, **options) -> None:
+    def launch_known(
+        self,
+        grid: tuple,  # three numbers
+        named: dict,  # arguments by name
+        ready: dict,  # compiled kernels by what `sizes` gives; changed in place
+        **options,  # how Triton compiles
+    ) -> None:
         """Launch for who always has the same constants and types of tensors, and keeps what was
         compiled for them in `ready`. Of tensors a compiled kernel gets the addresses."""
         addresses = list(map(Tensor.data_ptr, self.tensors(named)))
@@ -838,7 +860,12 @@ class Launcher:
         elif compiled := self.kernel[grid](*self.ordered(named), **options):
             ready[kind] = compiled
 
-    def plain(self, grid: int, named: dict, **options) -> None:
+    def plain(
+        self,
+        grid: int,  # programs
+        named: dict,  # arguments by name
+        **options,  # how Triton compiles
+    ) -> None:
         "Launch by Triton's own search."
         self.kernel[(grid,)](*self.ordered(named), **options)
 
@@ -1292,7 +1319,10 @@ def _config(
     return m, options
 
 
-def short_config(d: int, large: bool = True) -> tuple:
+def short_config(
+    d: int,  # the larger head size
+    large: bool = True,  # may a program have 200 kB of shared memory?
+) -> tuple:  # (rows of a program, options of Triton)
     "The same of a short append."
     stages = 4 if 128 < d <= 256 and large else 2
     return 16, dict(num_warps=8 if d > 128 else 4, num_stages=stages)
@@ -1312,7 +1342,9 @@ def _seeded_rotation(
     return replace(operand, parts=operand.parts.to(device))
 
 
-def quantizer_tables(q) -> tuple:
+def quantizer_tables(
+    q,  # a `Quantizer`
+) -> tuple:  # (`RotationOperand`, table or, of a code by windows, None)
     """Rotation and table of a quantizer, as kernels want them; layers share both. Making them
     waits for the device."""
     r = q.rotation
@@ -1332,7 +1364,7 @@ def quantizer_tables(q) -> tuple:
     return r.memo["operand"], book.memo["encode"]
 
 # %% ../../nbs/18_encode.ipynb #92f25193
-def window_room(count: int, size: int, device) -> Tensor:
+def window_room(count: int, size: int, device) -> Tensor:  # [numbers] fp32, not cleared
     """Memory between the steps of codes by windows, as kernels divide it: vectors, symbols
     and three numbers of `count` vectors of at most `size` channels on each side."""
     numbers = 2 * count * size * 5 // 4 + 6 * count
@@ -1366,7 +1398,11 @@ def window_searches(
     ]
 
 
-def search_few(code, x: Tensor, to: tuple) -> None:
+def search_few(
+    code,  # by windows
+    x: Tensor,  # [n, d] fp32
+    to: tuple,  # symbols [n, d] uint8, products [n], squares [n]: all are written
+) -> None:
     "A search, by a warp for each vector."
     KERNELS["few"](code.trellis, x, code.windows.levels, *to)
 
@@ -1409,7 +1445,10 @@ class SidePlan:
         self.rope, self.rotation = rope, rotation
         self.fitted = rotation.parts, table, rotation.factor
 
-    def subtracted(self, mean: Tensor | None) -> Tensor:
+    def subtracted(
+        self,
+        mean: Tensor | None,  # [1, H, 1, d]
+    ) -> Tensor:
         """What the kernels take for a mean: one before RoPE as it is, any other rotated; where
         there is none, any tensor."""
         if mean is None:
@@ -1452,7 +1491,13 @@ class AppendPlan:
     """How appends to stores of one kind, or to an engine's blocks, are launched, with the
     quantizers `qs`."""
 
-    def __init__(self, qs, dtype, device, sizes: StoreSizes):
+    def __init__(
+        self,
+        qs,  # `Quantizer` of keys, and of values
+        dtype,  # of states
+        device,
+        sizes: StoreSizes,
+    ):
         tile, centred, rope, sinks, ring = sizes
         self.qs, self.tile, self.rope = qs, tile, rope
         self.tokens = min(64, tile // 4)  # so many at most are short
@@ -1484,7 +1529,14 @@ class AppendPlan:
             m, options = self.config
             self.config = min(m, 32), options
 
-    def named(self, k, v, sides: tuple, shared: dict, place: Place) -> dict:
+    def named(
+        self,
+        k,  # [B, H, n, d_key], neighbouring channels side by side
+        v,  # [B, H, n, d_value], the same
+        sides: tuple,
+        shared: dict,
+        place: Place,
+    ) -> dict:
         """Arguments by name. sides: `side_tensors` of keys and of values; shared: `MEAN`,
         `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any tensor for what
         is not needed)."""
@@ -1503,7 +1555,14 @@ class AppendPlan:
             **self.constants,
         )
 
-    def launch(self, k, v, sides: tuple, shared: dict, place: Place) -> None:
+    def launch(
+        self,
+        k,  # [B, H, n, d_key]
+        v,  # [B, H, n, d_value]
+        sides: tuple,
+        shared: dict,
+        place: Place,
+    ) -> None:
         "A short append; arguments as of `named`."
         named = self.named(k, v, sides, shared, place)
         named["each"] = n = named["n"]
@@ -1578,7 +1637,12 @@ def launch_long(
 
 # %% ../../nbs/18_encode.ipynb #2199f06a
 @lru_cache(maxsize=512)  # layers with transforms of their own have quantizers of their own
-def shared_plan(qs: tuple, dtype, device, sizes: StoreSizes) -> AppendPlan:
+def shared_plan(
+    qs: tuple,  # `Quantizer` of keys, and of values
+    dtype,  # of states
+    device,
+    sizes: StoreSizes,
+) -> AppendPlan:
     "The one plan of these quantizers: a new cache finds that of the cache before."
     return AppendPlan(qs, dtype, device, sizes)
 
@@ -1789,9 +1853,8 @@ def append(
     k: Tensor,  # [B, H, n, d_key] in the store's dtype
     v: Tensor,  # [B, H, n, d_value]
     names: tuple = ("k", "v"),  # how errors call them
-    wait: bool
     # look at values before anything is taken; None: unless it is short
-    | None = None,
+    wait: bool | None = None,
 ) -> None:
     """`KVStore.append` with the kernel in place of coding and packing. Raises as it does, and
     ValueError with the reason where `refuses` has one. After the first chunk, appends of at

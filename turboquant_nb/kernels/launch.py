@@ -80,7 +80,13 @@ class Plan(NamedTuple):
     angles: AngleTables | None = None  # of a pre-RoPE mean
 
     @classmethod
-    def of(cls, key, value, tile: int, device) -> "Plan":
+    def of(
+        cls,
+        key,  # `Quantizer` of keys
+        value,  # `Quantizer` of values
+        tile: int,  # tokens
+        device,
+    ) -> "Plan":
         "The plan for codes of two quantizers."
         if why := _side_reason("keys", key, tile) or _side_reason("values", value, tile):
             return cls(None, why)
@@ -118,7 +124,14 @@ _FLOATS = torch.float16, torch.bfloat16, torch.float32
 DRAFTS = 64  # query tokens at most, where each reads its own last tokens exactly; else 16
 
 
-def shape_reason(q, heads: int, k, v, dtype, most: int = 16) -> str:
+def shape_reason(
+    q,  # [B, Hq, n, d_key]
+    heads: int,  # KV heads
+    k,  # [B, H, m, d_key], or None
+    v,  # [B, H, m, d_value], or None
+    dtype,  # of the store
+    most: int = 16,  # query tokens
+) -> str:
     "Why queries and chunk of this kind cannot be served; empty if they can."
     if triton.language is None:
         return checks.missing("Triton is not installed", "triton")
@@ -178,7 +191,10 @@ def _device_reason(device: torch.device, portable: bool) -> str:
     return ""
 
 
-def device_reason(store: KVStore, named: bool) -> str:
+def device_reason(
+    store: KVStore,
+    named: bool,  # was the backend asked for by name?
+) -> str:
     "Why kernels are not for this store's device; the interpreter only serves who asks for it."
     kind = store.device.type
     if kind == "cuda" and torch.version.hip is not None and not named:
@@ -263,7 +279,9 @@ def run(x: DecodeOperands) -> tuple:  # (output, log-sum-exp)
 
 # %% ../../nbs/reference/kernels_launch.ipynb #29f2b02c
 def checked_operands(
-    call: Call, splits: int | None = None, kernel: str = "auto"
+    call: Call,
+    splits: int | None = None,  # parts of the coded tokens; None: enough to fill the GPU
+    kernel: str = "auto",  # "fragments", "portable", or "auto": the first that can
 ) -> DecodeOperands:
     "The operands of a call. Raises ValueError for one that does not fit or is not supported."
     check_call(call)
@@ -282,7 +300,11 @@ class Repeat:
     """The launches of a call on a store, for calls of the same kind, as long as the store's
     epoch lasts. Keeps no tensor of the call alive."""
 
-    def __init__(self, x: DecodeOperands, again: Repeatable):
+    def __init__(
+        self,
+        x: DecodeOperands,  # of the call
+        again: Repeatable,  # what `run_kernel` gave for it
+    ):
         self.kind, self.shapes = again._replace(launches=[]), again.shapes
         self.chunk = 0 if x.k is None else x.k.shape[2]
         self.min_length = max(x.q.shape[2], self.chunk)
@@ -363,7 +385,11 @@ def _kind(call: Call, splits: int | None = None, kernel: str = "auto") -> tuple 
     return tuple(kind)
 
 
-def again(call: Call, splits: int | None = None, kernel: str = "auto") -> Answer | None:
+def again(
+    call: Call,
+    splits: int | None = None,  # as for `checked_operands`
+    kernel: str = "auto",
+) -> Answer | None:
     """A call like one that was served in this epoch of the store, by the same launches and
     without a question; None if there was none, or not on the current device."""
     held = call.store.memo.get("launches")

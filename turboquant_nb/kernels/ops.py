@@ -346,7 +346,10 @@ def select_backend(call: Call) -> Choice:
     return known[kind]
 
 # %% ../../nbs/21_backends.ipynb #565fde38
-def serve(call: Call, backend: str | None = None) -> Answer:
+def serve(
+    call: Call,  # in the frame of its store, see `Call.into_frame`
+    backend: str | None = None,  # a name in `BACKENDS`, chosen before; None: it is chosen now
+) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
     older, newest = [], call
     if call.store.decays:
@@ -375,7 +378,9 @@ def attend(
     return serve(Call.of(q, store, k, v, **more).into_frame())
 
 # %% ../../nbs/21_backends.ipynb #46e0a002
-def attend_again(call: Call) -> Answer | None:
+def attend_again(
+    call: Call,  # in the frame of its store, see `Call.into_frame`
+) -> Answer | None:
     """A call like one that was served before by launches that can be made again, without
     choosing; None if there are none, or several stores hold the tokens."""
     answer = None if call.store.decays else launch.again(call)
@@ -387,14 +392,25 @@ class KernelCoder:
 
     name = "triton"
 
-    def refuses(self, store: KVStore, named: bool) -> str:
+    def refuses(
+        self,
+        store: KVStore,
+        named: bool,  # was it asked for by name?
+    ) -> str:
         "Why it cannot code for a store, in a sentence; empty if it can."
         d = store.key.q.d, store.value.q.d
         rows = store.batch * store.heads
         why = encode_launch.refuses(store.recipe, *d, store.dtype, store.device, rows)
         return why or launch.device_reason(store, named)
 
-    def append(self, store, k: Tensor, v: Tensor, names=("k", "v"), wait=None) -> None:
+    def append(
+        self,
+        store,
+        k: Tensor,  # [B, H, n, d_key] in the store's frame
+        v: Tensor,  # [B, H, n, d_value]
+        names=("k", "v"),  # how errors call k and v
+        wait=None,  # as for `append`
+    ) -> None:
         append_by_kernel(store, k, v, names, wait)
 
 
@@ -413,7 +429,10 @@ class TorchCoder:
 CODERS = {x.name: x for x in (KernelCoder(), TorchCoder())}
 
 
-def select_coder(store: KVStore, backend: str = "auto") -> Choice:
+def select_coder(
+    store: KVStore,
+    backend: str = "auto",  # "auto", "triton" or "torch"
+) -> Choice:
     "The backend that `append` takes. Raises ValueError as it does."
     kind = "coder", backend
     known = store.memo
