@@ -24,15 +24,21 @@ from ..quant.recipe import Recipe
 from ..theory.transforms import PAIR_RANGE, HeadTransform, restore_transforms
 
 # %% ../../nbs/15_store.ipynb #505b05b7
+def _written(part) -> dict:
+    "The tensors of a part as files have them: the fields of its cells in place of the cells."
+    tensors = part.memory.tensors | part.tensors
+    del tensors["cells"]
+    return tensors
+
+
 def state_of(store: KVStore) -> tuple:  # (tensors, header)
     "All tensors, without slack, and what is needed to build the store again."
     store.sync()
     tiles = math.ceil((store.length - store.offset) / store.tile)
     tensors = {}
     for name, part in zip(("key", "value"), store.parts):
-        rest = {n: t for n, t in part.tensors.items() if n != "cells"}
-        held = {n: t[:, :, :tiles] for n, t in part.memory.tensors.items()}
-        tensors |= {f"{name}.{n}": t for n, t in (held | rest).items()}
+        for n, t in _written(part).items():
+            tensors[f"{name}.{n}"] = t[:, :, :tiles] if n in part.memory.fields else t
     tensors["start"] = store.start
     tensors |= store.key.q.rotation.stored
     if store.cos_sin is not None:
@@ -55,10 +61,9 @@ def _restore(part, name, tensors):
     rows, tiles = part.memory.cells.shape[:2], tensors[f"{name}.scale"].shape[2]
     cells = part.memory.allocate(rows, part.q.device, max(tiles, part.memory.tiles))
     cells.zero_()
-    for n, t in (part.memory.tensors | part.tensors).items():
-        if n != "cells":
-            new = tensors[f"{name}.{n}"]
-            t[:, :, : new.shape[2]] = new.to(t.device)
+    for n, t in _written(part).items():
+        new = tensors[f"{name}.{n}"]
+        t[:, :, : new.shape[2]] = new.to(t.device)
 
 # %% ../../nbs/15_store.ipynb #0d5c4dd0
 _FARTHEST = 2**24  # positions that a file may count to

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decode import tl, triton
+from .decode import SplitRule, tl, triton
 from .encode import is_interpreted
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00071
@@ -180,9 +180,8 @@ def count_splits(
 ) -> int:
     """Splits of requests that may have so many tokens, where a split of all has so many
     programs and `target` fill the GPU."""
-    tiles = max(1, -(-tokens // 256))
-    each = -(-tiles // max(1, round(target / programs)))
-    return -(-tiles // each)
+    rule = SplitRule(programs, target, tile=256, held=None, visible=None, asked=None)
+    return rule.splits(tokens)
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45bc009
 import math
