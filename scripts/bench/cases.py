@@ -93,14 +93,15 @@ def frame(heads, d):
     g = torch.Generator().manual_seed(d)
     mean, fixed, pair = torch.randn(3, heads, d, generator=g)
     pair[:, d // 2 :] = pair[:, : d // 2]
-    return LayerFrame(mean, fixed, (pair / 2).exp2())
+    return LayerFrame(mean, fixed, (pair / 2).exp2(), frequencies(d))
 
 
 def frames(config):
     "Such frames for all layers of a Llama."
     layers = range(config.num_hidden_layers)
     each = [frame(config.num_key_value_heads, config.head_dim) for _ in layers]
-    return Calibration([], {"about": read_facts(config)}, tuple(each))
+    header = {"about": read_facts(config), "tokens": 0, "gain": []}
+    return Calibration([], header, tuple(each))
 
 
 def states(shape: Shape, dtype=torch.bfloat16, outlier=False, seed=0):

@@ -111,11 +111,11 @@ def recipe_of(name):
     return dict(zip(("key", "value"), (dict(bits=int(x)) for x in bits.groups())))
 
 
-def options(kind, largest, gpus, memory, model="llama-8b"):
+def options(kind, largest, gpus, memory, model="llama-8b", frames=None):
     """What differs between kinds: bf16, bf16-triton (by vLLM's kernel in Triton, for models
     whose kernel it picks itself), a kv_cache_dtype of vLLM, or a preset of ours with tokens
     of a block and exact recent and first tokens, as k3v3-64 or k3v3-128-r16-s4. Keys of
-    dummy weights have no means."""
+    dummy weights have no means; with -f behind it they have random frames, of a file."""
     of = dict(
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -136,14 +136,13 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
     if told := told_by_layer(MODELS[model]):
         of["hf_overrides"] = told
     if found := re.fullmatch(OURS, kind):
-        recipe, block, *exact = found.groups()
+        recipe, block, *exact, framed = found.groups()
         given = {name: int(x or 0) for name, x in zip(("recent", "sinks"), exact)}
+        given |= dict(calibration=str(frames)) if framed else dict(means=False)
         return of | dict(
             attention_backend="CUSTOM",
             block_size=int(block),
-            additional_config={
-                "turboquant_nb": {"recipe": recipe_of(recipe), "means": False} | given
-            },
+            additional_config={"turboquant_nb": {"recipe": recipe_of(recipe)} | given},
         )
     if not kind.startswith("bf16"):
         return of | dict(kv_cache_dtype=kind)
@@ -152,7 +151,19 @@ def options(kind, largest, gpus, memory, model="llama-8b"):
     return of | ({} if model in OWN_CHOICE else dict(attention_backend="FLASH_ATTN"))
 
 
-OURS = r"(k\dv\d(?:-trellis)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?"
+OURS = r"(k\dv\d(?:-trellis)?)-(\d+)(?:-r(\d+))?(?:-s(\d+))?(-f)?"
+
+
+def random_frames(folder):
+    "A file of random frames of the model whose config lies in a folder."
+    from bench.cases import frames
+    from transformers import AutoConfig
+
+    from turboquant_nb.quant.calibration import save_calibration
+
+    path = Path(folder) / "frames.safetensors"
+    save_calibration(frames(AutoConfig.from_pretrained(folder)), path)
+    return path
 
 
 def flash_3():
@@ -317,7 +328,8 @@ def main(
     if not sys.stdin.readline():  # who would have said begin is gone
         return
     began = time.time()
-    more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory, model)
+    framed = random_frames(folder) if kind.endswith("-f") else None
+    more = options(kind, max(b for _, b, _, _ in shapes), gpus, memory, model, framed)
     if cache_gib is not None:
         more["kv_cache_memory_bytes"] = int(cache_gib * 2**30)
     llm = LLM(folder, **more)

@@ -199,11 +199,12 @@ def table():
         for line in text.splitlines()
         if line.startswith("|")
     ]
-    targets = [int(re.search(r"sm_(\d+)", x)[1]) for x in rows[0][1:]]
+    columns = [[int(n) for n in re.findall(r"sm_(\d+)", x)] for x in rows[0][1:]]
     return {
         (name, target): answer == "yes"
         for name, *answers in rows[2:]
-        for target, answer in zip(targets, answers)
+        for targets, answer in zip(columns, answers, strict=True)
+        for target in targets
     }
 
 

@@ -29,7 +29,6 @@ ELSEWHERE = {
     "11_quantizer": {".125"},  # 16 bits of 128
     "12_codes": {"5.66", "2.625"},  # worked out
     "02_ten_minutes": {".03", "29%"},  # worked out: 64 numbers in 2,048; of two rows
-    "vllm_backend": {"0.28"},  # a version
     "evaluation_models": {"4.25"},  # a setting
     "vector_search": {".016", ".018"},  # a bound, of two rows
     "proteins": {".964", "2.07"},  # TurboESM's; of SCOPe

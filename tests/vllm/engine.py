@@ -51,7 +51,7 @@ SIZES = dict(
 )
 COUNTS = (
     "all calls decodes grouped chunks chunks_with_past drafted sliding learnt shared split "
-    "centred preempted recent firsts followed at_edge miscoded"
+    "centred turned preempted recent firsts followed at_edge miscoded"
 )
 seen = dict.fromkeys(COUNTS.split(), 0) | dict(worst=0.0)
 preempted = set()  # identifiers of requests
@@ -245,6 +245,7 @@ def watch():
         seen["chunks_with_past"] += sum(c.past > 0 for c in step.chunks)
         seen["sliding"] += self.window is not None
         seen["centred"] += center is not None
+        seen["turned"] += codes.cos_sin is not None
         seen["learnt"] += self.logits is not None
         seen["split"] += (ours.PageBackend.pages.tokens if ours.PageBackend.pages else n) > n
         window, sinks, (key, value) = (
@@ -266,16 +267,19 @@ def watch():
             )  # tokens whose codes are read
             held = read_cells(kv_cache, codes, row, first + past)
             sides = []
-            for x, q, stored, mean in zip(shadow, (key, value), held, (center, None)):
+            shift = torch.zeros((), device=query.device)
+            if center is not None and past:
+                shift = codes.center_at(t[:past]).transpose(0, 1)
+            for x, q, stored in zip(shadow, (key, value), held):
                 exact = x[slots].transpose(0, 1)  # [H, T, d]
                 assert exact.isfinite().all(), "a token is read that was never stored"
-                shift = 0.0 if mean is None else mean[:, None].to(exact.device)
                 if past:
                     stored = Coded(stored.codes[:, first:], stored.scale[:, first:])
                     check_codes(q, stored, exact[:, :past], shift)
                 coded = decode(q, stored) + shift if past else exact[:, :0].float()
                 coded[:, :sinks] = exact[:, : min(sinks, past)].float()
                 sides.append(torch.cat([coded, exact[:, past:].float()], 1).double())
+                shift = torch.zeros_like(shift)  # values have none
             seen["firsts"] += min(sinks, past)
             sides = [x.repeat_interleave(group, 0) for x in sides]
             scores = (

@@ -11,7 +11,7 @@ import torch
 
 from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import CellCodes, CellLayout, Exact, Recent, Requests
-from turboquant_nb.cache.pages import attend_cells, sink_origins
+from turboquant_nb.cache.pages import attend_cells, sink_origins, token_positions
 from turboquant_nb.kernels import cell_attention as work, cells
 from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.calibration import Calibration
@@ -28,6 +28,7 @@ from turboquant_nb.vllm.step import (
     serving_recipe,
 )
 from turboquant_nb.testing import same
+from turboquant_nb.theory.centre import shared_cos_sin
 from turboquant_nb.theory.transforms import (
     HeadTransform,
     pair_scales,
@@ -45,25 +46,30 @@ H, G, D = 1, 2, 64
 # as a calibration has it, for each head of its own
 PAIRS = pair_transform(pair_scales(*torch.rand(2, H, D, generator=seeded()).square(), D)).name
 RECIPES = [
-    (Spec(2, rotation=PAIRS, codebook="trellis"), Spec(2, codebook="trellis"), 64, True),
-    (Spec(3, codebook="trellis"), Spec(2, codebook="trellis"), 64, False),
-    (Spec(3), Spec(3, codebook="trellis"), 128, True),
+    (Spec(2, rotation=PAIRS, codebook="trellis"), Spec(2, codebook="trellis"), 64, True, D),
+    (Spec(3, codebook="trellis"), Spec(2, codebook="trellis"), 64, False, 0),
+    (Spec(3), Spec(3, codebook="trellis"), 128, True, 0),
+    (Spec(3, rotation=PAIRS), Spec(3), 64, False, D // 2),
 ]
 
 
-@pytest.mark.parametrize("key,value,n,learnt", RECIPES)
-def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
+@pytest.mark.parametrize("key,value,n,learnt,rotary", RECIPES)
+def test_a_step_by_windows(key, value, n, learnt, rotary, gen, monkeypatch):
     """Requests that decode, verify drafts, begin and go on with a chunk, around a centre, with
-    first and recent tokens: kernels against the oracle; with a calibration's pair scale, and
-    with a learnt logit in each head's softmax, too. The mutants read recent tokens from the
-    block before, and take another logit."""
+    first and recent tokens: kernels against the oracle; with a calibration's pair scale, with a
+    centre that RoPE turns in some channels, and with a learnt logit in each head's softmax, too.
+    The mutants read recent tokens from the block before, take another logit, and leave the
+    centre as it is at position 0."""
     if not CUDA:
         monkeypatch.setattr(cells, "find_symbols", search_by_pytorch)
     sinks, window, block, past = 3, 5, 8, (n + 40, 2 * n + 9, 0, n + n // 2)
     config, news = ServingConfig(Recipe(key, value), recent=window, sinks=sinks), (1, 3, 20, 30)
     one, two = config.quantizers(D, D, DEVICE)
     center = 2 * torch.randn(H, D, generator=gen).to(DEVICE)
-    codes = CellCodes(one, two, CellLayout.of(one, two, n), center)
+    turn = shared_cos_sin(0.8 ** torch.arange(rotary / 2), D, DEVICE) if rotary else None
+    if rotary:
+        turn.reach(512)
+    codes = CellCodes(one, two, CellLayout.of(one, two, n), center, turn)
     logits = torch.tensor([1.0, 4.0], device=DEVICE) if learnt else None
     rule = Rule(D**-0.5, sinks=logits)
     layer = CodedAttention(codes, G * H, H, rule, kernels=True)
@@ -76,10 +82,13 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     rows = torch.randperm(400, generator=gen).int().view(4, 100)  # of recent tokens
     pages = torch.full((400, H, block + sinks, 2 * D), torch.nan, device=DEVICE)
 
-    def states(lengths):
+    def positions(lengths, firsts):
+        return torch.cat([torch.arange(a, a + m) for a, m in zip(firsts, lengths)]).to(DEVICE)
+
+    def states(lengths, firsts):
         x = torch.randn(sum(lengths), (G + 2) * H, D, generator=gen).to(DEVICE)
         q, k, v = x.split([G * H, H, H], 1)
-        return States(q, k + center, v)
+        return States(q, k + codes.center_at(positions(lengths, firsts)), v)
 
     def stored(lengths, firsts, x):
         "A step of so many new tokens of each request, after it was stored by the kernels."
@@ -89,14 +98,18 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
         ends = torch.tensor([a + m for a, m in zip(firsts, lengths)], dtype=torch.int32)
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         origins = sink_origins(rows, ends, starts, near, block, sinks).to(DEVICE)
-        layer.store(cache, x.k, x.v, slots)
+        at = torch.full((len(slots),), -1, dtype=torch.int32, device=DEVICE)
+        cells.locate_positions(ends.to(DEVICE), starts.to(DEVICE), at)
+        same(at.long(), positions(lengths, firsts))
+        same(token_positions(ends, starts).long(), positions(lengths, firsts).cpu())
+        layer.store(cache, x.k, x.v, slots, at)
         layer.store_recent(pages, x.k, x.v, near.to(DEVICE), origins)
         host = ends.tolist(), starts.tolist()
         where = (y.to(DEVICE) for y in (tables, ends, starts))
         return Step.of(*where, 1, *host)
 
-    stored(past, (0,) * 4, states(past))
-    x = states(news)
+    stored(past, (0,) * 4, states(past, (0,) * 4))
+    x = states(news, past)
     step = stored(news, past, x)
     memory = tuple(torch.full((n, H, D), torch.nan, device=DEVICE) for _ in range(2))
     recent = Recent(pages, rows.to(DEVICE), window, sinks)
@@ -105,7 +118,7 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     layer.attend(x, out, LayerMemory(cache, space, memory, recent), step)
     reads = Requests(step.table, step.lengths), step.starts
 
-    def oracle(near, logits=logits):
+    def oracle(near, logits=logits, codes=codes):
         exact, plain = Exact(x.k, x.v, near), Rule(D**-0.5)
         found, lse = attend_cells(x.q, cache, codes, *reads, exact, plain)
         if logits is None:
@@ -120,6 +133,12 @@ def test_a_step_by_windows(key, value, n, learnt, gen, monkeypatch):
     if learnt:
         other = oracle(recent, logits.flip(0))
         assert (other - want).norm() > 3e-2 * want.norm()
+    if rotary:
+        still = CellCodes(one, two, codes.cell, codes.center_at(torch.zeros(1).long())[0])
+        other = oracle(recent, codes=still)
+        assert (other - want).norm() > 3e-2 * want.norm()
+        with refuses("needs the positions of 4 tokens, got none"):
+            layer.store(cache, x.k[:4], x.v[:4], torch.arange(4, device=DEVICE))
 
 
 @pytest.mark.parametrize("order", ((0, 2), (2, 0)))
@@ -225,7 +244,7 @@ def test_an_engine_is_prepared_for_its_own_pages(window, monkeypatch):
     impl.config, impl.window, impl.firsts = config, window, 0 if window else config.sinks
     impl.num_heads, impl.num_kv_heads, impl.head_size, impl.scale = G * H, H, D, D**-0.5
     impl.softcap, impl.logits, impl.drafts, impl.requests = None, None, 0, 4
-    impl.sizes = D, D
+    impl.engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
     impl._make("layer", torch.device("cpu"), torch.bfloat16, 64)
     own = config.recent_block(128, D, 2)
     assert near and {x.shape[2] - impl.firsts for x in near} == {own}
@@ -249,19 +268,27 @@ def test_what_a_recipe_takes_of_frames():
             spec = Spec(3, center=center, pair_scale=scales)
             for means in (True, False):
                 config = ServingConfig(Recipe(spec, Spec(3)), calibration=framed(), means=means)
-                key, _, found = of(config)
+                key, _, found, turn = of(config)
+                assert turn is None and not config.turns
                 assert (found is not None) == (means and center != "none")
                 assert key.rotation.per_head == (scales != "none")
-    key, _, center = of(ServingConfig(calibration=framed(pair=None)))
+    key, _, center, _ = of(ServingConfig(calibration=framed(pair=None)))
     assert not key.rotation.per_head and center is not None
-    key, _, center = of(ServingConfig(calibration=framed(fixed=None)))
-    assert key.rotation.per_head and center is None, "a mean before RoPE is no centre of cells"
+    key, _, center, _ = of(ServingConfig(calibration=framed(fixed=None)))
+    assert key.rotation.per_head and center is None, "nobody knows how the mean turns"
+    known = framed(inv_freq=torch.rand(D // 2))
+    for center, mean in (("auto", "mean"), ("pre_rope", "mean"), ("fixed", "fixed")):
+        spec = Spec(3, center=center)
+        _, _, found, turn = of(ServingConfig(Recipe(spec, Spec(3)), calibration=known))
+        same(found, getattr(known.frames[1], mean))
+        assert (turn is not None) == (mean == "mean")
 
 
 def test_frames_that_a_recipe_asks_for_in_vain():
     centred, scaled = Spec(3, center="fixed"), Spec(3, pair_scale="frame")
     for key, more, why in (
-        (Spec(3, center="pre_rope"), {}, "key.center must be .* got 'pre_rope'"),
+        (Spec(3, center="pre_rope"), {}, "center='pre_rope' needs"),
+        (Spec(3, center="pre_rope"), dict(calibration=framed()), "'mean' and 'inv_freq'"),
         (centred, dict(calibration=framed(fixed=None)), "center='fixed' needs"),
         (scaled, {}, "pair_scale='frame' needs a calibration whose frames have 'pair'"),
         (scaled, dict(calibration=framed(pair=None)), "pair_scale='frame' needs"),
@@ -273,7 +300,8 @@ def test_frames_that_a_recipe_asks_for_in_vain():
 def test_a_transform_that_was_found_does_the_work_of_a_pair_scale():
     matrices = [HeadTransform.of(torch.eye(D) + torch.rand(2, D, D) / 50) for _ in range(2)]
     both = replace(framed(), transforms=[register_transform(m) for m in matrices])
-    key, _, center = ServingConfig(calibration=both).calibrated(1, slice(None), D, D, "cpu")
+    config = ServingConfig(calibration=both)
+    key, _, center, _ = config.calibrated(1, slice(None), D, D, "cpu")
     same(key.rotation.matrix, both.transforms[1].matrix)
     same(center, both.frames[1].fixed)
     recipe = Recipe(Spec(3, pair_scale="frame"), Spec(3))
@@ -288,6 +316,7 @@ def test_keys_far_from_0_are_served_where_they_are_centred():
         (ServingConfig(), False),
         (ServingConfig(calibration=framed()), True),
         (ServingConfig(calibration=framed(fixed=None)), False),
+        (ServingConfig(calibration=framed(fixed=None, inv_freq=torch.rand(8))), True),
         (ServingConfig(bare, calibration=framed()), False),
         (ServingConfig(means=False), True),
     ):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CellLayout', 'CellCodes', 'append_slots', 'read_cells', 'Requests', 'Exact', 'attend_cells', 'Recent', 'recent_block',
-           'exact_states', 'store_recent', 'sink_origins']
+           'exact_states', 'store_recent', 'token_positions', 'sink_origins']
 
 # %% ../../nbs/reference/cache_pages.ipynb #34a00007
 from copy import copy
@@ -20,6 +20,7 @@ from .attention import Rule, dense_attention, with_sinks
 from .memory import Memory, Places, lay_out
 from .packing import Layout
 from ..quant.quantizer import Coded, Quantizer, decode
+from ..theory.centre import CENTRES, CosSinCache
 
 # %% ../../nbs/reference/cache_pages.ipynb #34a0000c
 @dataclass(frozen=True)
@@ -165,23 +166,56 @@ class CellLayout:
 @dataclass(eq=False)
 class CellCodes:
     """How the tokens of a pool of cells are coded. Raises ValueError for a centre of another
-    size."""
+    size, and for angles without one."""
 
     key: Quantizer
     value: Quantizer
     cell: CellLayout
     center: Tensor | None = None  # [H, d_key], subtracted from all keys; None: nothing is
+    # RoPE's, by which a centre of keys before RoPE is turned to each position; None: it is of
+    # keys after RoPE
+    cos_sin: CosSinCache | None = None
 
     def __post_init__(self):
         if self.center is not None:
             checks.shape(checks.floats(self.center, "center"), "center", "heads", self.key.d)
+        elif self.cos_sin is not None:
+            raise ValueError("cos_sin turns a centre, and there is none")
         sides = (self.key, "channel"), (self.value, "token")
         make = lambda q, along: Memory(q.code, along, self.cell.tokens, q.scale_dtype)
         self._sides = [make(*side) for side in sides]
 
-    def centred(self, k: Tensor) -> Tensor:  # [T, H, d_key] in its dtype
-        "Keys less the centre."
-        return k if self.center is None else (k.float() - self.center).to(k.dtype)
+    def center_at(
+        self,
+        positions: Tensor,  # [T] of tokens in their sequences
+    ) -> Tensor:  # [T or 1, H, d_key] fp32
+        "What keys at these positions have lost."
+        mean = self.center.float()
+        if self.cos_sin is None:
+            return mean[None]
+        rows = self.cos_sin.reach(int(positions.max()) + 1 if len(positions) else 0)
+        return CENTRES["pre_rope"].at(mean, rows[positions.long()][:, None])
+
+    def centred(
+        self,
+        k: Tensor,  # [T, H, d_key]
+        positions: Tensor | None = None,  # [T]; not looked at unless the centre turns
+    ) -> Tensor:  # [T, H, d_key] in its dtype
+        """Keys less the centre. Raises ValueError for a centre that turns without positions for
+        all tokens."""
+        if self.center is None:
+            return k
+        if self.cos_sin is not None:
+            self.check_positions(positions, len(k))
+        return (k.float() - self.center_at(positions)).to(k.dtype)
+
+    def check_positions(self, positions: Tensor | None, tokens: int) -> None:
+        "ValueError unless a centre that turns has a position for each token."
+        if self.cos_sin is not None and (positions is None or len(positions) < tokens):
+            have = "none" if positions is None else f"{len(positions)}"
+            raise ValueError(
+                f"a centre before RoPE needs the positions of {tokens} tokens, got {have}"
+            )
 
     def views(
         self,
@@ -212,7 +246,10 @@ class CellCodes:
         "The first tokens of a sequence, decoded: keys [H, tokens, d_key] and values."
         coded = zip((self.key, self.value), read_cells(cache, self, table, tokens))
         keys, values = (decode(q, c).to(cache.device) for q, c in coded)
-        return [keys if self.center is None else keys + self.center[:, None], values]
+        if self.center is not None:
+            at = torch.arange(tokens, device=cache.device)
+            keys = keys + self.center_at(at).transpose(0, 1)
+        return [keys, values]
 
 # %% ../../nbs/reference/cache_pages.ipynb #34a00015
 def append_slots(
@@ -221,6 +258,8 @@ def append_slots(
     k: Tensor,  # [T, H, d_key]
     v: Tensor,  # [T, H, d_value]
     slots: Tensor,  # [T] integers, different; below 0: this token is not stored
+    # [at least T] of tokens in their sequences; not looked at unless a centre turns
+    positions: Tensor | None = None,
 ) -> None:
     """Code tokens and put them into their slots, in any order. Raises TypeError/ValueError for
     slots that repeat or lie outside, and as `Quantizer.encode` does; nothing is written
@@ -236,9 +275,14 @@ def append_slots(
         raise ValueError(f"slots must be below {len(cache) * cell.tokens}, got {int(at.max())}")
     if len(at.unique()) < len(at):
         raise ValueError(f"slots must be different, got {len(at) - len(at.unique())} twice")
+    codes.check_positions(positions, len(slots))
+    at_kept = None if positions is None else positions[: len(slots)][kept]
     coded = [
-        q.encode(x[kept].transpose(0, 1), name=name)
-        for q, x, name in ((codes.key, codes.centred(k), "k"), (codes.value, v, "v"))
+        q.encode(x.transpose(0, 1), name=name)
+        for q, x, name in (
+            (codes.key, codes.centred(k[kept], at_kept), "k"),
+            (codes.value, v[kept], "v"),
+        )
     ]
     quarters = at % cell.tokens // (cell.tokens // 4)
     fits = at.new_ones(1, dtype=torch.bool)
@@ -465,6 +509,16 @@ def store_recent(
         )
 
 # %% ../../nbs/reference/cache_pages.ipynb #c09f65d2
+def token_positions(
+    lengths: Tensor,  # [B] tokens of each request, those of this step included; 0: nobody
+    starts: Tensor,  # [B + 1] first token of each request among those of the step, and the end
+) -> Tensor:  # [T]
+    "Where each token of a step stands in its request."
+    t = torch.arange(int(starts[-1]), device=starts.device)
+    request = torch.bucketize(t, starts[1:], right=True)
+    return (lengths - starts[1:])[request] + t
+
+
 def sink_origins(
     table: Tensor,  # [B, n] recent blocks of each request
     lengths: Tensor,  # [B] tokens of each request, those of this step included; 0: nobody

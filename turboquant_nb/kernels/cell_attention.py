@@ -329,8 +329,8 @@ def _operands(
     k, v = (None if x is None else by_request(dense_channels(x)) for x in exact[:2])
     q = by_request(q)
     chains = [chain or None for chain in tables.chains]
-    absent = "start end cos_sin near_angles far_angles own".split()
-    absent += "key_sinks key_recent value_sinks value_recent".split()
+    absent = "start end own key_sinks key_recent value_sinks value_recent".split()
+    angles, turn = plan.angles, plan.cos_sin
     return DecodeOperands(
         q=q,
         key_cells=cells,
@@ -361,6 +361,10 @@ def _operands(
         value_bits=cell.value_bits,
         key_chain=chains[0],
         value_chain=chains[1],
+        cos_sin=None if turn is None else turn.table,
+        near_angles=None if angles is None else angles.near,
+        far_angles=None if angles is None else angles.far,
+        rotating=None if turn is None else turn.rotating,
         **dict.fromkeys(absent),
     )
 

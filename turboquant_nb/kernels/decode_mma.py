@@ -1736,10 +1736,12 @@ class _Chosen(NamedTuple):
     options: dict  # how Triton compiles it
 
 
-def _choose(x: DecodeOperands, s: DecodeSizes, gpu) -> _Chosen:
-    "By the sizes, the bits and the mean of a call; gpu: `device_properties`."
-    Q = 4 if s.rows <= 4 else 8
+def _choose(x: DecodeOperands, s: DecodeSizes, gpu, paged: bool) -> _Chosen:
+    """By the sizes, the bits and the mean of a call; gpu: `device_properties`; paged: is it an
+    engine's, whose requests may be too long for a launch that computes the sums of a mean?"""
     size = max(64, padded_size(max(s.d, s.dv)))
+    inside = x.near_angles is None or sums_inside(size, 8)
+    Q = 4 if s.rows <= 4 or (paged and not inside) else 8
     fused = x.near_angles is not None and sums_inside(size, Q)
     biased = x.cos_sin is not None and not fused
     form = decode_form(
@@ -1779,7 +1781,7 @@ def mma_attention(
     s = DecodeSizes.of(x, paging)
     shared = shared_arguments(x, s)
     gpu = device_properties(x.q.device)
-    chosen = _choose(x, s, gpu)
+    chosen = _choose(x, s, gpu, paging is not None)
     Q, form, fused, biased, programs, options = chosen
     blocks = -(-s.rows // Q)
     coded = x.length - x.offset - s.chunk

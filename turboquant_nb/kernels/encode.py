@@ -519,7 +519,7 @@ class CodedCall(NamedTuple):
 
     mean: object
     cos_sin: object
-    start: object  # of each sequence
+    start: object  # of each sequence; positions of an engine's tokens
     slots: object  # of an engine's tokens
     heads: object
     rows: object  # of a head, in a kernel that goes by rows
@@ -1024,6 +1024,20 @@ def _has_work(mask, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _positions(call, rows, ROPE: tl.constexpr, F: tl.constexpr):
+    "Where the sequences of these rows begin, and the positions of their tokens in these."
+    begin, position = rows.r * 0, rows.r * 0
+    if F.PAGED:
+        if ROPE > 0:
+            position = tl.load(call.start + rows.i, mask=rows.there, other=0).to(tl.int32)
+    else:
+        if F.sinks > 0 or ROPE > 0:
+            begin = tl.load(call.start + rows.b, mask=rows.there, other=0).to(tl.int32)
+        position = rows.p + call.base - begin
+    return begin, position
+
+
+@triton.jit
 def _old_bytes(
     side, cell, rows, C: tl.constexpr, A: tl.constexpr, BY_TOKEN: tl.constexpr, R: tl.constexpr
 ):
@@ -1065,9 +1079,7 @@ def _code_rows(
     bh = b * call.heads + rows.head
     x_at = X + b * side.batch_stride + rows.head.to(tl.int64) * side.head_stride
     # nothing is written before all is read that does not hang on it: each wait is for memory
-    begin = r * 0
-    if F.sinks > 0 or ROPE > 0:
-        begin = tl.load(call.start + b, mask=there, other=0).to(tl.int32)
+    begin, position = _positions(call, rows, ROPE, F)
     if STEP < 2:
         if F.sinks + F.ring > 0:
             j = tl.arange(0, 2 * HALF)[None, :]
@@ -1102,7 +1114,7 @@ def _code_rows(
                 at = call.mean + ((r // call.rows).to(tl.int64) + rows.head)[:, None] * D
                 cos_sin = call.cos_sin + (r * 0)[:, None]
                 if ROPE > 0:
-                    turn = tl.maximum(rows.p + q * R + call.base - begin, 0)
+                    turn = tl.maximum(position + q * R, 0)
                     cos_sin = call.cos_sin + (tl.where(now, turn, 0) * ROPE)[:, None]
                 here = (x_at + i.to(tl.int64) * side.token_stride)[:, None] + k
                 lo, hi = rotate_rows(

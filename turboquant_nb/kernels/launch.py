@@ -41,10 +41,10 @@ def _run_portable(
     "Attention by the portable kernel, with the bias of a pre-RoPE mean where there is one."
     if x.cos_sin is None:
         return portable_attention(x, paging=paging)
-    s = DecodeSizes.of(x)
-    return portable_attention(
-        x, score_bias(x, s, shared_arguments(x, s), -(-s.rows // 16) * 16, x.scaling)[0]
-    )
+    s = DecodeSizes.of(x, paging)
+    rows = -(-s.rows // 16) * 16
+    bias, _ = score_bias(x, s, shared_arguments(x, s), rows, x.scaling)
+    return portable_attention(x, bias, paging)
 
 # %% ../../nbs/reference/kernels_launch.ipynb #22ce7e35
 def _side_reason(name: str, q, tile: int) -> str:

@@ -39,6 +39,8 @@ class LayerFrame:
     fixed: Tensor | None = None  # of keys as attention sees them
     # within `PAIR_RANGE` of 1, alike in both channels of a RoPE pair
     pair: Tensor | None = None
+    # [r/2] frequencies of RoPE, by which `mean` was taken; None: who reads it must know them
+    inv_freq: Tensor | None = None
     # what was made of it, by device: see `on` and `held`
     placed: dict = field(default_factory=dict, init=False, repr=False)
 
@@ -48,6 +50,9 @@ class LayerFrame:
         if len({x.shape for x in self.tensors.values()}) > 1:
             shapes = {name: [*x.shape] for name, x in self.tensors.items()}
             raise ValueError(f"a layer's frame must have one shape, got {shapes}")
+        if self.inv_freq is not None:
+            x = checks.finite(checks.floats(self.inv_freq, "inv_freq"), "inv_freq")
+            checks.shape(x, "inv_freq", "frequencies")
         most = PAIR_RANGE
         if self.pair is not None and not self.pair.equal(self.pair.clamp(1 / most, most)):
             raise ValueError(f"pair must lie from 1/{most:.0f} to {most:.0f}")
@@ -69,7 +74,7 @@ class LayerFrame:
         done all that it was given."""
         if device not in self.placed:
             moved = {name: x.to(device) for name, x in self.tensors.items()}
-            self.placed[device] = LayerFrame(**moved)
+            self.placed[device] = replace(self, **moved)
         return self.placed[device]
 
     def held(
@@ -97,7 +102,7 @@ class LayerFrame:
         heads: slice,  # which of the H heads: those of one rank under tensor parallelism
     ) -> "LayerFrame":
         "The frame of some of the KV heads."
-        return LayerFrame(**{name: x[heads] for name, x in self.tensors.items()})
+        return replace(self, **{name: x[heads] for name, x in self.tensors.items()})
 
 # %% ../../nbs/13_calibration.ipynb #5057363a
 class FrameSums:
@@ -157,7 +162,7 @@ class FrameSums:
             rotary = 0 if self.inv_freq is None else 2 * len(self.inv_freq)
             pair = pair_scales(energy.mean(1), self.apart / self.tokens, rotary)
         mean = None if self.inv_freq is None else self.mean
-        held = dict(mean=mean, fixed=self.fixed, pair=pair)
+        held = dict(mean=mean, fixed=self.fixed, pair=pair, inv_freq=self.inv_freq)
         return LayerFrame(**{n: None if x is None else x.cpu() for n, x in held.items()})
 
 # %% ../../nbs/13_calibration.ipynb #8f28bcaa
@@ -248,8 +253,10 @@ def save_calibration(
     checks.instance(c, "calibration", Calibration)
     tensors = {f"map{i:04}": m.matrix for i, m in enumerate(c.transforms)}
     for i, frame in enumerate(c.frames):
-        held = frame.tensors.items()
-        tensors |= {f"{name}{i:04}": x.float().contiguous() for name, x in held}
+        held = frame.tensors
+        if frame.inv_freq is not None:
+            held["inv_freq"] = frame.inv_freq
+        tensors |= {f"{name}{i:04}": x.float().contiguous() for name, x in held.items()}
     write_file(path, tensors, c.header | {"frames": len(c.frames)}, FORMAT)
 
 
@@ -273,10 +280,11 @@ def load_calibration(
     layers = header["about"]["layers"]
     maps = [f"map{i:04}" for i in range(sum(n.startswith("map") for n in tensors))]
     frames = [f"{i:04}" for i in range(header.whole("frames", 0, layers))]
-    parts = [name + i for i in frames for name in ("mean", "fixed", "pair")]
+    parts = [name + i for i in frames for name in ("mean", "fixed", "pair", "inv_freq")]
     tensors.only(maps + parts)
     maps = [tensors.tensor(n, torch.bfloat16, None, None, None) for n in maps]
-    held = {n: tensors.tensor(n, torch.float32, None, None) for n in parts if n in tensors}
+    sizes = lambda n: (None,) * (1 if n.startswith("inv_freq") else 2)
+    held = {n: tensors.tensor(n, torch.float32, *sizes(n)) for n in parts if n in tensors}
     # copies: the file may be written anew while they are in use
     of = lambda i: {n[:-4]: x.clone() for n, x in held.items() if n.endswith(i)}
     frames = tuple(LayerFrame(**of(i)) for i in frames)

@@ -78,11 +78,21 @@ def heads_of(
     return slice(first, first + each)
 
 
-def _coders(config: ServingConfig, name: str, d: int, device) -> tuple:
-    """What the layer of this name codes with: quantizers of keys and values, and the centre of
-    this process's heads or None."""
-    if config.calibration is None:
-        return *config.quantizers(d, d, device), None
+def _codes(config: ServingConfig, name: str, d: int, device, cell: tuple) -> CellCodes:
+    """What the layer of this name codes with, of this process's heads. cell: tokens of a block,
+    and positions that there may be."""
+    tokens, positions = cell
+    coders = *config.quantizers(d, d, device), None, None
+    if config.calibration is not None:
+        coders = config.calibrated(*_share(config, name), d, d, device)
+    key, value, center, cos_sin = coders
+    if cos_sin is not None:
+        cos_sin.reach(positions)
+    return CellCodes(key, value, CellLayout.of(key, value, tokens), center, cos_sin)
+
+
+def _share(config: ServingConfig, name: str) -> tuple:  # (layer, slice of its KV heads)
+    "What this process has of the layer of this name."
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -93,7 +103,7 @@ def _coders(config: ServingConfig, name: str, d: int, device) -> tuple:
     heads = heads_of(
         get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(), total
     )
-    return config.calibrated(extract_layer_index(name), heads, d, d, device)
+    return extract_layer_index(name), heads
 
 
 def workspace_floats(
@@ -105,7 +115,7 @@ def workspace_floats(
     each: int = 1,  # tokens of each request
 ) -> int:
     "Numbers that splits of so many requests leave at most."
-    rows = 8 if group * each > 4 else 4
+    rows = 8 if group * each > 4 and d_value <= 128 else 4
     blocks = -(-group * each // rows)
     most = (
         requests + 1
@@ -271,8 +281,8 @@ class Impl(AttentionImpl):
         "The layer's tables, and memory that layers share."
         gpu = device.type == "cuda"
         d = self.head_size
-        key, value, center = _coders(self.config, name, d, device)
-        codes = CellCodes(key, value, CellLayout.of(key, value, tokens), center)
+        longest = self.engine.model_config.max_model_len + SHORT + self.drafts
+        codes = _codes(self.config, name, d, device, (tokens, longest))
         rule = Rule(self.scale, self.window, self.softcap, sinks=self.logits)
         flash = dense
         if gpu:
@@ -322,12 +332,22 @@ class Impl(AttentionImpl):
             self.now = key.clone(), value.clone()
         n = slot_mapping.shape[0]
         recent = self._recent_slots(layer) if self.config.recent else None
-        self.layer.store(kv_cache, key[:n], value[:n], slot_mapping)
+        positions = self._positions(layer, slot_mapping) if self.config.turns else None
+        self.layer.store(kv_cache, key[:n], value[:n], slot_mapping, positions)
         if recent:  # nothing is launched between the two
             blocks, slots, origins = recent
             self.layer.store_recent(
                 blocks, key[: len(slots)], value[: len(slots)], slots, origins
             )
+
+    def _positions(self, layer, slots: Tensor) -> Tensor:
+        "Where the tokens of a step stand in their requests."
+        from vllm.forward_context import get_forward_context
+
+        told = (get_forward_context().attn_metadata or {}).get(layer.layer_name)
+        if told is None:  # a run of nobody's tokens
+            return torch.zeros_like(slots, dtype=torch.int32)
+        return told.positions
 
     def _recent_blocks(self, layer) -> tuple:  # (blocks, name, context)
         """The blocks of a layer's recent tokens, and the name under which the context of a step

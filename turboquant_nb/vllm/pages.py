@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BLOCKS', 'kernel_block', 'options_of', 'CodedWindowSpec', 'CodedSpec', 'Pages', 'is_ours', 'PageBackend',
-           'block_tokens', 'made_by', 'engine_config', 'Meta', 'Builder', 'recent_name', 'RecentMeta', 'RecentBuilder',
-           'RecentBackend', 'RecentLayer']
+           'block_tokens', 'made_by', 'engine_config', 'Meta', 'most_tokens', 'Builder', 'recent_name', 'RecentMeta',
+           'RecentBuilder', 'RecentBackend', 'RecentLayer']
 
 # %% ../../nbs/reference/vllm_pages.ipynb #76c00004
 import weakref
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..cache.pages import sink_origins
-from ..kernels.cells import locate_sinks
+from ..cache.pages import sink_origins, token_positions
+from ..kernels.cells import locate_positions, locate_sinks
 from .step import ServingConfig, Step
 
 try:
@@ -281,17 +281,29 @@ class Meta(AttentionMetadata):
 
     step: Step
     slot_mapping: Tensor
+    positions: Tensor | None = None  # [at least T] int32 of tokens in their requests
+
+
+def most_tokens(vllm_config) -> int:
+    "Tokens of a step at most, padding included."
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    return max(vllm_config.scheduler_config.max_num_batched_tokens, *captured, 1)
 
 
 class Builder(AttentionMetadataBuilder):
     "From vLLM's batch to a `Step`."
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    told_positions = True  # are layers told where tokens stand in their requests?
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.drafts = vllm_config.speculative_config is not None
+        self.positions = None
+        if self.told_positions and ServingConfig.of(options_of(vllm_config)).turns:
+            most = most_tokens(vllm_config)  # graphs keep the address
+            self.positions = torch.zeros(most, dtype=torch.int32, device=device)
 
     def build(
         self,
@@ -317,7 +329,13 @@ class Builder(AttentionMetadataBuilder):
         step = Step.of(
             c.block_table_tensor, c.seq_lens, c.query_start_loc, decodes, lengths, starts, each
         )
-        return Meta(step, c.slot_mapping)
+        if self.positions is not None:
+            batch, here = (c.seq_lens, c.query_start_loc), self.positions[: starts[-1]]
+            if here.device.type == "cuda":
+                locate_positions(*batch, here)
+            else:
+                here[:] = token_positions(*batch)
+        return Meta(step, c.slot_mapping, self.positions)
 
 # %% ../../nbs/reference/vllm_pages.ipynb #77a00031
 def recent_name(name: str) -> str:
@@ -337,11 +355,12 @@ class RecentBuilder(Builder):
     """From vLLM's batch, cut as for the codes, to the table of its recent blocks and the
     origins of first tokens."""
 
+    told_positions = False
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         sinks = ServingConfig.of(options_of(vllm_config)).sinks
-        captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
-        tokens = max(vllm_config.scheduler_config.max_num_batched_tokens, *captured, 1)
+        tokens = most_tokens(vllm_config)
         self.block = kv_cache_spec.block_size
         self.origins = (
             torch.full((tokens, sinks), -1, dtype=torch.int32, device=device) if sinks else None

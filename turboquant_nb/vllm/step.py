@@ -46,6 +46,7 @@ from ..quant.layers import needs_means
 from ..quant.codes import find_code, make_quantizer
 from ..quant.quantizer import CODES
 from ..quant.recipe import PRESETS, Recipe, preset
+from ..theory.centre import CENTRES, shared_cos_sin
 from ..theory.transforms import HeadTransform, pair_transform, register_transform
 
 # %% ../../nbs/25_serving.ipynb #76a0000b
@@ -56,8 +57,8 @@ def serving_recipe(
     sinks: int | None = None,
 ) -> Recipe:
     """The recipe that an engine's cache can hold. Its keys get what a calibration's frames
-    have, which cells hold as a mean after RoPE and a transform. Raises ValueError/TypeError
-    with a reason for each part that it cannot."""
+    have, the pair scale as a transform. Raises ValueError/TypeError with a reason for each part
+    that it cannot."""
     if isinstance(recipe, str):
         recipe = preset(checks.one_of(recipe, "recipe", PRESETS))
     recipe = (
@@ -82,10 +83,10 @@ def serving_recipe(
     if recipe.decay is not None:
         reasons.append(f"decay must be None, got {recipe.decay}: blocks have one size")
     for name, side in (("key", recipe.key), ("value", recipe.value)):
-        if side.center not in ("auto", "fixed", "none"):
+        if side.center not in ("auto", "pre_rope", "fixed", "none"):
             reasons.append(
-                f"{name}.center must be 'auto', 'fixed' or 'none', got {side.center!r}: cells "
-                "hold a mean after RoPE"
+                f"{name}.center must be 'auto', 'pre_rope', 'fixed' or 'none', got "
+                f"{side.center!r}, which kernels do not take out"
             )
         if side.residual == "qjl" or type(side.bits) is not int:
             reasons.append(
@@ -114,6 +115,11 @@ def _code_reason(spec, d: int = 128) -> str:
     except ValueError as error:
         return str(error)
     return code.refuses("windows") or ("" if code.windows else code.refuses("encode"))
+
+
+# channels of heads whose kernel computes the sums of a mean before RoPE itself; a launch that
+# did would need memory for all positions of all requests
+_WIDEST = 256
 
 
 @lru_cache(maxsize=8)
@@ -156,12 +162,17 @@ class ServingConfig:
                 )
             found.recipes([self.recipe] * layers)  # a rotation that was chosen is refused
         frames = () if self.calibration is None else self.calibration.frames
-        asked = {"center": ("fixed", "fixed"), "pair_scale": ("frame", "pair")}
-        for name, (value, held) in asked.items():
-            there = frames and all(held in x.tensors for x in frames)
-            if getattr(recipe.key, name) == value and not there:
+        asked = (
+            ("center", "fixed", ("fixed",)),
+            ("center", "pre_rope", ("mean", "inv_freq")),
+            ("pair_scale", "frame", ("pair",)),
+        )
+        for name, value, held in asked:
+            has = lambda x: all(getattr(x, part) is not None for part in held)
+            if getattr(recipe.key, name) == value and not (frames and all(map(has, frames))):
                 raise ValueError(
-                    f"{name}={value!r} needs a calibration whose frames have {held!r}"
+                    f"{name}={value!r} needs a calibration whose frames have "
+                    f"{' and '.join(map(repr, held))}"
                 )
 
     @classmethod
@@ -174,6 +185,13 @@ class ServingConfig:
         for name in checks.instance(options, "options", dict):
             checks.one_of(name, "option", known)
         return cls(**options)
+
+    @property
+    def turns(self) -> bool:
+        "Whether a layer may have a centre that turns: positions of tokens are needed."
+        found = self.calibration
+        known = found is not None and any(x.inv_freq is not None for x in found.frames)
+        return known and self.recipe.key.center in ("auto", "pre_rope")
 
     def recent_block(
         self,
@@ -209,13 +227,14 @@ def calibrated(
     d_key: int,
     d_value: int,
     device,
-) -> tuple:  # (quantizer of keys, of values, centre [H, d_key] fp32 or None)
-    """What a layer codes with, by the calibration. Raises ValueError for a layer that it
-    does not have, and other sizes."""
+) -> tuple:  # quantizers of keys and of values, centre [H, d_key] fp32 and its angles, or None
+    """What a layer codes with, by the calibration: with the mean before RoPE where the file has
+    it with RoPE's frequencies. Raises ValueError for a layer that it does not have, and other
+    sizes."""
     key, value = self.quantizers(d_key, d_value, device)
     found = self.calibration
     if found is None:
-        return key, value, None
+        return key, value, None, None
     about = found.header["about"]
     if not 0 <= layer < about["layers"] or d_key != about["head size"]:
         raise ValueError(
@@ -224,7 +243,9 @@ def calibrated(
         )
     frame = found.frames[layer].of_heads(heads) if found.frames else LayerFrame()
     named = None
-    spec = self.recipe.settled(replace(frame, mean=None)).key  # cells hold one after RoPE
+    if frame.inv_freq is None or d_key > _WIDEST:
+        frame = replace(frame, mean=None)
+    spec = self.recipe.settled(frame).key
     if found.transforms:
         matrix = found.transforms[layer].matrix[heads]
         named = register_transform(HeadTransform.of(matrix))
@@ -233,7 +254,11 @@ def calibrated(
     if named is not None:
         plain = replace(spec, rotation=named.name, center="none", pair_scale="none")
         key = make_quantizer(plain, d_key, device)
-    return key, value, None if spec.center == "none" else frame.fixed.to(device)
+    if spec.center == "none":
+        return key, value, None, None
+    if spec.center == "fixed":
+        return key, value, frame.fixed.to(device), None
+    return key, value, frame.mean.to(device), shared_cos_sin(frame.inv_freq, d_key, device)
 
 # %% ../../nbs/25_serving.ipynb #8eb20360
 @patch
@@ -452,7 +477,8 @@ class CodedAttention:
         kernels = codes.key.device.type == "cuda" if kernels is None else kernels
         self.plan = None
         if kernels:
-            self.plan = CellPlan(codes.key, codes.value, codes.cell.tokens, codes.center)
+            sides = codes.key, codes.value
+            self.plan = CellPlan(*sides, codes.cell.tokens, codes.center, codes.cos_sin)
         self.codes = self.plan if kernels else codes
         self.query_heads, self.heads = query_heads, heads
         self.rule = rule
@@ -465,9 +491,12 @@ class CodedAttention:
         k: Tensor,  # [T, H, d_key]
         v: Tensor,  # [T, H, d_value]
         slots: Tensor,  # [T] int32 or int64, block * N + place; below 0: padding
+        # [at least T] int32 of tokens in their requests; not looked at unless a centre turns
+        positions: Tensor | None = None,
     ) -> None:
         "Code the tokens of a step into their slots."
-        (append_slots if self.plan is None else append_cells)(cache, self.codes, k, v, slots)
+        append = append_slots if self.plan is None else append_cells
+        append(cache, self.codes, k, v, slots, positions)
 
     def store_recent(
         self,
@@ -486,9 +515,23 @@ class CodedAttention:
         append_recent(cache, k, v, slots, origins, early=True)
 
     @cached_property
-    def rotated_center(self) -> Tensor:  # [H, d_key] fp32
-        "The centre in the basis of the codes."
-        return self.codes.key.rotation.apply(self.codes.center[:, None])[:, 0]
+    def rotated_center(self) -> tuple:  # ([H, r, d_key] fp32 or None, [H, d_key] fp32)
+        """The centre in the basis of the codes: what each cosine and sine of a position is
+        multiplied by, of one that turns, and what stays the same."""
+        codes = self.codes
+        center, rotate = codes.center.float(), codes.key.rotation.apply
+        if codes.cos_sin is None:
+            return None, rotate(center[:, None])[:, 0]
+        r = codes.cos_sin.table.shape[1]
+        unit = torch.eye(r, device=center.device)  # a row with one cosine or sine alone
+        still = CENTRES["pre_rope"].at(center[:, None], unit[:1] * 0)
+        turning = CENTRES["pre_rope"].at(center[:, None], unit) - still
+        return rotate(turning), rotate(still)[:, 0]
+
+    @cached_property
+    def half_turning(self) -> Tensor:  # [H, r, d_key] fp16
+        "What cosines and sines are multiplied by, as kernels for sixteen bits take it."
+        return self.rotated_center[0].half()
 
 # %% ../../nbs/25_serving.ipynb #53702137
 @patch
@@ -626,6 +669,9 @@ def _past(
     if last <= max(first, oldest):
         return None
     rotated, q_factor = self._rotated(q)
+    # one that stays gives all scores of a query the same, but a cap takes whole scores
+    center, turns = self.codes.center, self.codes.cos_sin is not None
+    whole = center is not None and (turns or softcap is not None)
     for begin in range(oldest, last, len(k)):
         tokens = min(len(k), last - begin)
         seeing = c.tokens
@@ -638,8 +684,8 @@ def _past(
             continue
         past_cells(memory.cache, self.plan, table[begin // n :], tokens, k, v)
         keys = k[skip:tokens]
-        if softcap is not None and self.codes.center is not None:
-            keys += self.rotated_center.to(k.dtype)  # it caps whole scores
+        if whole:
+            self._give_back(keys, begin + skip)
         o, lse = self.flash(
             rotated[:seeing],
             keys,
@@ -653,12 +699,36 @@ def _past(
             o = torch.nn.functional.pad(o, (0, 0, 0, 0, 0, more))
             lse = torch.nn.functional.pad(lse, (0, 0, 0, more), value=-torch.inf)
         far = (o, lse) if far is None else join(*far, o, lse)
-    if far is None or softcap is not None or self.codes.center is None:
+    if far is None or whole or center is None:
         return far
     by_head = q.float().unflatten(1, (self.heads, -1))
-    return far[0], far[1] + scaling * torch.einsum(
-        "thgd,hd->thg", by_head, self.codes.center
-    ).flatten(1)
+    return far[0], far[1] + scaling * torch.einsum("thgd,hd->thg", by_head, center).flatten(1)
+
+
+_AT_ONCE = 4096  # tokens whose centre lies in memory: an engine does not count it
+
+
+@patch
+def _give_back(
+    self: CodedAttention,
+    keys: Tensor,  # [T, H, d_key] in the basis of the codes, changed in place
+    first: int,  # position of the first
+) -> None:
+    "The centre to keys of a past."
+    turning, still = self.rotated_center
+    if turning is None:
+        keys += still.to(keys.dtype)
+        return
+    half = keys.is_cuda and keys.dtype.itemsize == 2
+    for i in range(0, len(keys), _AT_ONCE):
+        part = keys[i : i + _AT_ONCE]
+        rows = self.codes.cos_sin.reach(first + i + len(part))[first + i :][: len(part)]
+        if half:
+            rows = rows.expand(self.heads, -1, -1)
+            sums = torch.bmm(rows, self.half_turning, out_dtype=torch.float32)
+        else:
+            sums = rows.float() @ turning
+        part += (sums + still[:, None]).transpose(0, 1)
 
 # %% ../../nbs/25_serving.ipynb #ccf1d691
 @patch
@@ -725,12 +795,13 @@ def prepare(
         for kind in (torch.int32, torch.int64)
     ]
     cache = cell.empty(1, self.heads, device).zero_()
+    places = torch.zeros(max(n, 16384), dtype=torch.int32, device=device)
     counts = {1, n // 4 + 1}
     if self.plan.chained and device.type == "cuda":  # many are searched by another kernel
         counts.add(self.plan.piece(self.heads))
     for tokens in sorted(counts):
         for slots in nobody:
-            append_cells(cache, self.plan, *sides(tokens), slots((tokens,)))
+            append_cells(cache, self.plan, *sides(tokens), slots((tokens,)), places)
     one = torch.ones(1, dtype=torch.int32, device=device)
     near = None
     if recent:  # one block, at the distance of the engine's
@@ -882,7 +953,8 @@ def mean_reasons(
 ) -> list:
     "Why a model is not served whose keys are far from 0."
     found = config.calibration
-    centred = found is not None and any(x.fixed is not None for x in found.frames)
+    has = lambda x: x.fixed is not None or None not in (x.mean, x.inv_freq)
+    centred = found is not None and any(map(has, found.frames))
     centred = centred and config.recipe.key.center != "none"
     if not config.means or centred or not needs_means(model_config):
         return []
