@@ -175,13 +175,7 @@ class KVStore:
         frame = LayerFrame() if frame is None else checks.instance(frame, "frame", LayerFrame)
         self.recipe, self.frame = as_recipe(recipe).settled(frame), frame
         self.batch, self.heads, self.dtype = batch, heads, dtype
-        _check_store_args(batch, heads, max_length, dtype, static, tokens)
-        if max_length is not None and self.decays:
-            raise ValueError(
-                "max_length allocates once, so decay frees nothing; choose one of them"
-            )
-        if self.recipe.decay is not None and not self.decays:
-            raise ValueError("decay keeps old tokens in a second store: make a DecayStore")
+        _check_store_args(self, max_length, static, tokens)
         self.home = self.device = placed(device)
         self.tile, self.max_length, r = tile, max_length, self.recipe
         start = torch.empty(batch, dtype=torch.long, device=self.device)
@@ -197,13 +191,11 @@ class KVStore:
         self.ranges, self.flags, self.cos_sin = Ranges(batch, self.device, start), None, None
         self.epoch, self._memo, self._memo_rows = 0, {}, 0  # see `memo`
         self.length = self.offset = 0  # tokens ever appended; of these, freed at the front
-        self._recent_from = (
-            0  # first position whose slot of the ring was not overwritten and cropped
-        )
+        # first position whose slot of the ring was not overwritten and cropped
+        self._recent_from = 0
         if self.key.q.centre.rotates:
-            is_table = isinstance(inv_freq, CosSinCache)
-            make = lambda: shared_cos_sin(inv_freq, d_key, self.device)
-            self.cos_sin = inv_freq if is_table else make()
+            known = isinstance(inv_freq, CosSinCache)
+            self.cos_sin = inv_freq if known else shared_cos_sin(inv_freq, d_key, self.device)
             self.cos_sin.reach(max_length or 0)
         self.clock = DeviceClock(self) if static else HostClock()
         if static:
@@ -218,17 +210,24 @@ class KVStore:
         return self.__dict__ | dict(epoch=self.epoch + 1, _memo={})
 
 # %% ../../nbs/15_store.ipynb #530b4fc7
-def _check_store_args(batch, heads, max_length, dtype, static, tokens):
-    for name, x, least in (("batch", batch, 1), ("heads", heads, 1), ("tokens", tokens, 0)):
+def _check_store_args(store, max_length, static, tokens):
+    numbers = ("batch", store.batch, 1), ("heads", store.heads, 1), ("tokens", tokens, 0)
+    for name, x, least in numbers:
         checks.whole(x, name, least)
     if max_length is not None:
         checks.whole(max_length, "max_length", 1)
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if store.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(
-            f"dtype must be torch.float16, bfloat16, float32 or float64, got {dtype!r}"
+            f"dtype must be torch.float16, bfloat16, float32 or float64, got {store.dtype!r}"
         )
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
+    if max_length is not None and store.decays:
+        raise ValueError(
+            "max_length allocates once, so decay frees nothing; choose one of them"
+        )
+    if store.recipe.decay is not None and not store.decays:
+        raise ValueError("decay keeps old tokens in a second store: make a DecayStore")
 
 
 def _check_codes(parts):
@@ -609,6 +608,17 @@ def crop(
     return left
 
 # %% ../../nbs/15_store.ipynb #74f68490
+def _of_one_chunk(stores, tails) -> bool:
+    "Whether stores hold the same tokens, from the first on, and tails end with them."
+    kinds = set()
+    for s, t in zip(stores, tails):
+        ends = t is not None and (t.end, t.key.device) == (s.length, s.device)
+        if not ends or s.offset or s.end is not None:
+            return False
+        kinds.add((s.length, s.recipe.recent, s.clock.fixed, s.device, t.first, t.past))
+    return len(kinds) == 1
+
+
 @without_autograd
 def crop_together(
     stores: list,  # of a cache's layers
@@ -619,16 +629,8 @@ def crop_together(
     their last chunk; else None, and nothing has happened."""
     one, tail, recent = stores[0], tails[0], stores[0].recipe.recent
     length = one.length - tokens
-    if tail is None or not 0 < tail.past <= length < one.length:
+    if not _of_one_chunk(stores, tails) or not 0 < tail.past <= length < one.length:
         return None
-    ends = tail.first, tail.past, one.length
-    kind = one.length, recent, one.clock.fixed, one.device, one.device
-    for s, t in zip(stores, tails):
-        odd = s.offset or s.end is not None
-        if odd or t is None or (t.first, t.past, t.end) != ends:
-            return None
-        if (s.length, s.recipe.recent, s.clock.fixed, s.device, t.key.device) != kind:
-            return None
     # the ring's slots that forgotten tokens took, in one piece or two
     at, end = max(length - recent, tail.first, 0), min(one.length - recent, length)
     target, source = [], []
