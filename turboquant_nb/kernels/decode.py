@@ -167,6 +167,11 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/19_decode.ipynb #206b8505
+# what differs from step to step: one compiled kernel serves all its values
+_UNSPECIALIZED = "splits length offset recent_from chunk own sliding_window".split()
+_UNSPECIALIZED += "page_stride near_stride requests early".split()
+
+
 class _Tokens(NamedTuple):
     "Which tokens there are, and which of them are exact, as numbers of a kernel."
 
@@ -259,20 +264,34 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
         bh = b * heads + h
     return pid, b, h, bh, block, split, nobody
 
+# %% ../../nbs/19_decode.ipynb #610d75e1
+@triton.jit
+def _tiles(
+    low, high, offset, split, splits, WORK, nobody, TILE: tl.constexpr, LISTED: tl.constexpr
+):
+    "The first tile of a split, and the one after its last. low, high: what each row reads."
+    first = (tl.min(low, 0) - offset) // TILE
+    count = tl.maximum((tl.max(high, 0) - offset + TILE - 1) // TILE - first, 0)
+    begin, end = split * count // splits, (split + 1) * count // splits
+    if LISTED:
+        each = tl.load(WORK)
+        begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
+    return first + begin, first + end
+
+# %% ../../nbs/19_decode.ipynb #610d75e3
+@triton.jit
+def _leave(O, LSE, pid, m, total, acc, DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr):
+    "What a program's online softmax has found, to its place: output and log2-sum-exp2."
+    dv = tl.arange(0, DVP)
+    some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
+    out = acc / some[:, None]
+    place = pid.to(tl.int64) * Q + tl.arange(0, Q)
+    mask = (dv < DV)[None, :] & (place >= 0)[:, None]
+    tl.store(O + place[:, None] * DV + dv[None, :], out, mask=mask)
+    tl.store(LSE + place, tl.where(total != 0, m + tl.log2(some), float("-inf")))
+
 # %% ../../nbs/19_decode.ipynb #610d75e9
-@triton.jit(
-    do_not_specialize=[
-        "splits",
-        "length",
-        "recent_from",
-        "chunk",
-        "own",
-        "offset",
-        "sliding_window",
-        "page_stride",
-        "requests",
-    ]
-)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def portable_kernel(
     ROTATED,
     SHIFT,
@@ -343,21 +362,16 @@ def portable_kernel(
     at = length - n + j % n
     tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
     low, high = _coded_range(at, b, START, END, tokens, HAS_START, HAS_END, SLIDING)
-    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+    d = tl.arange(0, DP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
     q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
     shift = tl.load(SHIFT + bh * blocks * Q + j)
     m = tl.full([Q], -1e30, tl.float32)
     total = tl.zeros([Q], tl.float32)
     acc = tl.zeros([Q, DVP], tl.float32)
-    first = (tl.min(low, 0) - offset) // (4 * R)
-    count = tl.maximum((tl.max(high, 0) - offset + 4 * R - 1) // (4 * R) - first, 0)
-    begin, end = split * count // splits, (split + 1) * count // splits
-    if LISTED:
-        each = tl.load(WORK)
-        begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
+    begin, end = _tiles(low, high, offset, split, splits, WORK, nobody, 4 * R, LISTED)
     table = PAGES, page_stride
-    for tile in range(first + begin, first + end):
+    for tile in range(begin, end):
         at_tile = _block(b, tile, table, PAGED)
         cell = find_cell(b, h, at_tile, kcb, kch, kct)
         k_planes, k_scale = cell_planes(KCELLS, KSCALES, cell, KA)
@@ -382,12 +396,7 @@ def portable_kernel(
             v = read_levels(v_planes, TABLE + 16, quarter, r, DV, DVP, R, VB, True, VX)
             vs = tl.load(v_scale + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
-    some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
-    out = acc / some[:, None]
-    place = pid.to(tl.int64) * Q + tl.arange(0, Q)
-    mask = (dv < DV)[None, :] & (place >= 0)[:, None]
-    tl.store(O + place[:, None] * DV + dv[None, :], out, mask=mask)
-    tl.store(LSE + place, tl.where(total != 0, m + tl.log2(some), float("-inf")))
+    _leave(O, LSE, pid, m, total, acc, DV, DVP, Q)
 
 # %% ../../nbs/19_decode.ipynb #0f096e38
 @triton.jit
