@@ -1128,7 +1128,7 @@ def store_operands(
         rotating=None if store.cos_sin is None else store.cos_sin.rotating,
     )
 
-
+# %% ../../nbs/19_decode.ipynb #0be81bc3
 def call_numbers(
     q: Tensor,  # [B, Hq, n, d_key]
     rule: Rule,
