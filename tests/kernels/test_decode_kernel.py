@@ -734,9 +734,7 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
         sb,
         sh,
         sn,
-        whole(b),
-        whole(h),
-        0,
+        SimpleNamespace(b=whole(b), h=whole(h), block=0),
         n,
         group,
         offset - start,
@@ -754,7 +752,6 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
                 flat(tables.near),
                 on_torch("_far_angles")(flat(tables.far), tile + (offset - start >> 8), G),
                 G,
-                None,
             )
             * top
             + still
@@ -820,6 +817,22 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
         lambda v: Pointer(torch.tensor([0 if v is None else v])),
         torch.tensor,
     )
+    tokens = decode._Tokens(
+        length=whole(705),
+        offset=offset,
+        sinks=sinks,
+        recent=recent,
+        recent_from=store._recent_from,
+        chunk=chunk,
+        own=2**30 if own is None else own,
+        sliding_window=sliding_window or 0,
+    )
+    how = SimpleNamespace(
+        HAS_START=start is not None,
+        HAS_END=end is not None,
+        SLIDING=sliding_window is not None,
+        LISTED=False,
+    )
     for splits in (1, 2, 3):
         read = torch.zeros(n, 705, dtype=torch.int32)
         for split in range(splits):
@@ -827,24 +840,11 @@ def test_what_the_tensor_core_kernel_reads_from_codes(own, start, end, sliding_w
                 START=flat(start),
                 END=flat(end),
                 WORK=None,
-                b=0,
-                nobody=False,
-                block=0,
-                split=split,
+                part=SimpleNamespace(b=0, block=0, split=split, nobody=False),
                 splits=splits,
-                length=whole(705),
                 n=n,
-                sinks=sinks,
-                recent=recent,
-                recent_from=store._recent_from,
-                chunk=chunk,
-                own=2**30 if own is None else own,
-                offset=offset,
-                sliding_window=sliding_window or 0,
-                HAS_START=start is not None,
-                HAS_END=end is not None,
-                LISTED=False,
-                SLIDING=sliding_window is not None,
+                tokens=tokens,
+                HOW=how,
                 G=G,
             )
             for tile in range(int(begin), int(end_tile)):

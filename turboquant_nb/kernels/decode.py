@@ -167,6 +167,11 @@ def _absorb(s, visible, values, weight, m, total, acc, cap, CAPPED: tl.constexpr
     return new, total * rescale + tl.sum(p, 1), acc
 
 # %% ../../nbs/19_decode.ipynb #206b8505
+# what differs from step to step: one compiled kernel serves all its values
+_UNSPECIALIZED = "splits length offset recent_from chunk own sliding_window".split()
+_UNSPECIALIZED += "page_stride near_stride requests early".split()
+
+
 class _Tokens(NamedTuple):
     "Which tokens there are, and which of them are exact, as numbers of a kernel."
 
@@ -259,20 +264,34 @@ def _program(heads, blocks, splits, WORK, requests, LISTED: tl.constexpr):
         bh = b * heads + h
     return pid, b, h, bh, block, split, nobody
 
+# %% ../../nbs/19_decode.ipynb #610d75e1
+@triton.jit
+def _tiles(
+    low, high, offset, split, splits, WORK, nobody, TILE: tl.constexpr, LISTED: tl.constexpr
+):
+    "The first tile of a split, and the one after its last. low, high: what each row reads."
+    first = (tl.min(low, 0) - offset) // TILE
+    count = tl.maximum((tl.max(high, 0) - offset + TILE - 1) // TILE - first, 0)
+    begin, end = split * count // splits, (split + 1) * count // splits
+    if LISTED:
+        each = tl.load(WORK)
+        begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
+    return first + begin, first + end
+
+# %% ../../nbs/19_decode.ipynb #610d75e3
+@triton.jit
+def _leave(O, LSE, pid, m, total, acc, DV: tl.constexpr, DVP: tl.constexpr, Q: tl.constexpr):
+    "What a program's online softmax has found, to its place: output and log2-sum-exp2."
+    dv = tl.arange(0, DVP)
+    some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
+    out = acc / some[:, None]
+    place = pid.to(tl.int64) * Q + tl.arange(0, Q)
+    mask = (dv < DV)[None, :] & (place >= 0)[:, None]
+    tl.store(O + place[:, None] * DV + dv[None, :], out, mask=mask)
+    tl.store(LSE + place, tl.where(total != 0, m + tl.log2(some), float("-inf")))
+
 # %% ../../nbs/19_decode.ipynb #610d75e9
-@triton.jit(
-    do_not_specialize=[
-        "splits",
-        "length",
-        "recent_from",
-        "chunk",
-        "own",
-        "offset",
-        "sliding_window",
-        "page_stride",
-        "requests",
-    ]
-)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def portable_kernel(
     ROTATED,
     SHIFT,
@@ -343,21 +362,16 @@ def portable_kernel(
     at = length - n + j % n
     tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
     low, high = _coded_range(at, b, START, END, tokens, HAS_START, HAS_END, SLIDING)
-    d, dv = tl.arange(0, DP), tl.arange(0, DVP)
+    d = tl.arange(0, DP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
     q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
     shift = tl.load(SHIFT + bh * blocks * Q + j)
     m = tl.full([Q], -1e30, tl.float32)
     total = tl.zeros([Q], tl.float32)
     acc = tl.zeros([Q, DVP], tl.float32)
-    first = (tl.min(low, 0) - offset) // (4 * R)
-    count = tl.maximum((tl.max(high, 0) - offset + 4 * R - 1) // (4 * R) - first, 0)
-    begin, end = split * count // splits, (split + 1) * count // splits
-    if LISTED:
-        each = tl.load(WORK)
-        begin, end = split * each, tl.minimum((split + 1) * each, tl.where(nobody, 0, count))
+    begin, end = _tiles(low, high, offset, split, splits, WORK, nobody, 4 * R, LISTED)
     table = PAGES, page_stride
-    for tile in range(first + begin, first + end):
+    for tile in range(begin, end):
         at_tile = _block(b, tile, table, PAGED)
         cell = find_cell(b, h, at_tile, kcb, kch, kct)
         k_planes, k_scale = cell_planes(KCELLS, KSCALES, cell, KA)
@@ -382,12 +396,7 @@ def portable_kernel(
             v = read_levels(v_planes, TABLE + 16, quarter, r, DV, DVP, R, VB, True, VX)
             vs = tl.load(v_scale + t).to(tl.float32)
             m, total, acc = _absorb(s, visible, v, vs, m, total, acc, cap_at, CAPPED)
-    some = tl.where(total != 0, total, 1.0)  # NaN counts as seen
-    out = acc / some[:, None]
-    place = pid.to(tl.int64) * Q + tl.arange(0, Q)
-    mask = (dv < DV)[None, :] & (place >= 0)[:, None]
-    tl.store(O + place[:, None] * DV + dv[None, :], out, mask=mask)
-    tl.store(LSE + place, tl.where(total != 0, m + tl.log2(some), float("-inf")))
+    _leave(O, LSE, pid, m, total, acc, DV, DVP, Q)
 
 # %% ../../nbs/19_decode.ipynb #0f096e38
 @triton.jit
@@ -426,34 +435,19 @@ def attend_exactly(s, v, visible, m, total, acc, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def add_splits(
-    PARTS,
-    LSE_PARTS,
-    place0,
-    used,
-    r,
-    ok,
-    top,
-    whole,
-    near,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    Q: tl.constexpr,
-    R: tl.constexpr,
-    SB: tl.constexpr,
-):
-    """`used` splits of rows r, whose first ones lie at place0, SB at a time, after exact
-    tokens: maximum, total, and the sums of exact and of coded tokens."""
-    e = tl.arange(0, DVP)
-    far = tl.zeros([R, DVP], tl.float32)
-    for s0 in range(0, used, SB):
-        part = s0 + tl.arange(0, SB)
-        place = (place0[:, None] + part[None, :]) * Q + (r % Q)[:, None]
-        there = ok[:, None] & (part < used)[None, :]
+def add_splits(PARTS, LSE_PARTS, place0, used, rows, top, whole, near, F: tl.constexpr):
+    """`used` splits of rows, whose first ones lie at place0, SB at a time, after exact tokens:
+    maximum, total, and the sums of exact and of coded tokens."""
+    e = tl.arange(0, F.DVP)
+    far = tl.zeros([F.R, F.DVP], tl.float32)
+    for s0 in range(0, used, F.SB):
+        part = s0 + tl.arange(0, F.SB)
+        place = (place0[:, None] + part[None, :]) * F.Q + (rows.r % F.Q)[:, None]
+        there = rows.ok[:, None] & (part < used)[None, :]
         lse = tl.load(LSE_PARTS + place, mask=there, other=float("-inf"))
         o = tl.load(
-            PARTS + place[:, :, None] * DV + e[None, None, :],
-            mask=there[:, :, None] & (e < DV)[None, None, :],
+            PARTS + place[:, :, None] * F.DV + e[None, None, :],
+            mask=there[:, :, None] & (e < F.DV)[None, None, :],
             other=0.0,
         )
         new = tl.maximum(top, tl.max(lse, 1))
@@ -484,95 +478,125 @@ def key_products(q, k):
     "Products of queries [R, DP] with keys [T, DP]."
     return tl.sum(q[:, None, :] * k[None, :, :], 2)
 
+# %% ../../nbs/19_decode.ipynb #4fa23201
+class _JoinForm(NamedTuple):
+    "What the kernel that joins splits is compiled for, as far as its functions ask."
+
+    D: int  # head sizes of keys and of values, each also padded
+    DP: int
+    DV: int
+    DVP: int
+    Q: int  # query rows of a program that left splits
+    R: int  # and of one that joins them
+    SB: int  # splits at a time
+    EB: int  # exact tokens at a time
+    N: int  # recent tokens in an engine's block
+    SLIDING: bool
+    CAPPED: bool
+    PDL: bool  # does the kernel begin while the one before runs?
+    HAS_START: bool
+    HAS_END: bool
+    HAS_LENGTH: bool
+
+
+class _JoinedRows(NamedTuple):
+    "Query rows that a program joins, as numbers of a kernel."
+
+    b: object  # the sequence
+    h: object  # the KV head
+    bh: object  # both as one
+    r: object  # rows of this head
+    ok: object  # which of them there are
+    e: object  # channels of values, padded
+    token: object  # of all sequences' query tokens
+    head: object  # of queries
+    n: object  # query tokens of a sequence
+
+
+@triton.jit
+def _rows_to_join(heads, group, n, F: tl.constexpr):
+    "The R query rows that a program joins by its number."
+    rows = group * n
+    parts = (rows + F.R - 1) // F.R
+    bh = tl.program_id(0) // parts
+    r = tl.program_id(0) % parts * F.R + tl.arange(0, F.R)
+    ok = r < rows
+    b, h = bh // heads, bh % heads
+    e = tl.arange(0, F.DVP)
+    token, head = (b * n + r % n).to(tl.int64), h * group + r // n
+    return _JoinedRows(b, h, bh, r, ok, e, token, head, n)
+
+
+@triton.jit
+def _range_of(START, END, LENGTH, each_length, b, length, F: tl.constexpr):
+    "Where the tokens of a sequence begin and end; how many there are."
+    start = 0
+    if F.HAS_START:
+        start = tl.load(START + b).to(tl.int32)
+    if F.HAS_LENGTH:
+        length = tl.load(LENGTH + b * each_length)
+    stop = length
+    if F.HAS_END:
+        stop = tl.load(END + b).to(tl.int32)
+    return (start, stop), length
+
 # %% ../../nbs/19_decode.ipynb #2176f899
 @triton.jit
-def _exact_tokens(
-    q,
-    b,
-    h,
-    bh,
-    at,
-    keys,
-    values,
-    start,
-    stop,
-    tokens,
-    cap,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    R: tl.constexpr,
-    EB: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Attention of R queries at positions `at` over the exact tokens, EB at a time: maximum and
+def _exact_tokens(q, rows, keys, values, span, tokens, cap, F: tl.constexpr):
+    """Attention of R queries over the exact tokens of their sequence, EB at a time: maximum and
     total [R], sum [R, DVP]. keys, values: sinks, recent tokens and chunk, with its strides."""
+    start, stop = span
+    bh = rows.bh.to(tl.int64)
+    at = tokens.length - rows.n + rows.r % rows.n
     SK, WK, CK, ckb, ckh, ckn = keys
     SV, WV, CV, cvb, cvh, cvn = values
     sinks, recent, chunk = tokens.sinks, tokens.recent, tokens.chunk
     low = tl.maximum(start, tokens.offset) + at * 0
-    if SLIDING:
+    if F.SLIDING:
         low = tl.maximum(low, at - tokens.sliding_window + 1)
     high = tl.minimum(at + 1, stop)
     since = _exact_from(at, tokens)
-    m = tl.full([R], -1e30, tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, DVP], tl.float32)
-    ck = CK + b.to(tl.int64) * ckb + h.to(tl.int64) * ckh
-    cv = CV + b.to(tl.int64) * cvb + h.to(tl.int64) * cvh
-    for i0 in range(0, sinks + recent + chunk, EB):
-        i = i0 + tl.arange(0, EB)
+    m = tl.full([F.R], -1e30, tl.float32)
+    total = tl.zeros([F.R], tl.float32)
+    acc = tl.zeros([F.R, F.DVP], tl.float32)
+    ck = CK + rows.b.to(tl.int64) * ckb + rows.h.to(tl.int64) * ckh
+    cv = CV + rows.b.to(tl.int64) * cvb + rows.h.to(tl.int64) * cvh
+    for i0 in range(0, sinks + recent + chunk, F.EB):
+        i = i0 + tl.arange(0, F.EB)
         pos, counts = _exact_where(i, start, tokens)
-        k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, D, DP)
-        v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, DV, DVP)
+        k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, F.D, F.DP)
+        v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, F.DV, F.DVP)
         visible = (
             counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
         )
         visible = visible & ((pos[None, :] >= since[:, None]) | (pos < start + sinks)[None, :])
         m, total, acc = attend_exactly(
-            key_products(q, k), v, visible, m, total, acc, cap, CAPPED
+            key_products(q, k), v, visible, m, total, acc, cap, F.CAPPED
         )
     return m, total, acc
 
 # %% ../../nbs/19_decode.ipynb #4fa23207
 @triton.jit
-def _own_tokens(
-    q,
-    b,
-    h,
-    i,
-    keys,
-    values,
-    tokens,
-    cap,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    R: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Query i of R rows over its request's own exact tokens: maximum (base 2), total, weighted
-    sum. keys, values: the chunk, with its strides."""
+def _own_tokens(q, rows, keys, values, tokens, cap, F: tl.constexpr):
+    """R queries over their request's own exact tokens: maximum (base 2), total, weighted sum.
+    keys, values: the chunk, with its strides."""
+    i = rows.r % rows.n
     CK, ckb, ckh, ckn = keys
     CV, cvb, cvh, cvn = values
-    ck = CK + b.to(tl.int64) * ckb + h.to(tl.int64) * ckh
-    cv = CV + b.to(tl.int64) * cvb + h.to(tl.int64) * cvh
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    top = tl.full([R], -1e30, tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, DVP], tl.float32)
+    ck = CK + rows.b.to(tl.int64) * ckb + rows.h.to(tl.int64) * ckh
+    cv = CV + rows.b.to(tl.int64) * cvb + rows.h.to(tl.int64) * cvh
+    d, e = tl.arange(0, F.DP), tl.arange(0, F.DVP)
+    top = tl.full([F.R], -1e30, tl.float32)
+    total = tl.zeros([F.R], tl.float32)
+    acc = tl.zeros([F.R, F.DVP], tl.float32)
     for j in range(0, tokens.chunk):
-        k = tl.load(ck + j * ckn + d, mask=d < D, other=0.0).to(tl.float32)
-        v = tl.load(cv + j * cvn + e, mask=e < DV, other=0.0).to(tl.float32)
+        k = tl.load(ck + j * ckn + d, mask=d < F.D, other=0.0).to(tl.float32)
+        v = tl.load(cv + j * cvn + e, mask=e < F.DV, other=0.0).to(tl.float32)
         s = tl.sum(q * k[None, :], 1)
-        if CAPPED:
+        if F.CAPPED:
             s = soft_cap(s, cap)
         seen = (j <= i) & (tokens.length > 0)
-        if SLIDING:
+        if F.SLIDING:
             seen = seen & (j > i - tokens.sliding_window)
         s = tl.where(seen, s * 1.4426950408889634, -1e30)
         new = tl.maximum(top, s)
@@ -585,66 +609,73 @@ def _own_tokens(
 
 # %% ../../nbs/19_decode.ipynb #581cf9c5
 @triton.jit
-def _block_tokens(
-    q,
-    top,
-    total,
-    acc,
-    b,
-    h,
-    i,
-    near,
-    tokens,
-    cap,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    DV: tl.constexpr,
-    DVP: tl.constexpr,
-    N: tl.constexpr,
-    EB: tl.constexpr,
-    SLIDING: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+def _block_tokens(q, rows, top, total, acc, near, tokens, cap, F: tl.constexpr):
     """Maximum, total and weighted sum after the exact tokens before the request's own, too, and
     then its first ones, EB at a time. near: their memory and table, with strides."""
+    if F.PDL:
+        # a request may begin with blocks of another, which may have written their last token in
+        # this step
+        if (tokens.length - rows.n) % 16 == 0:
+            tl.extra.cuda.gdc_wait()
+    i = rows.r % rows.n
     NEAR, nb, nh, nt, TABLE, stride = near
     recent, past = tokens.recent, tokens.length - tokens.chunk
-    d, e = tl.arange(0, DP), tl.arange(0, DVP)
-    for j0 in range(0, recent + tokens.sinks, EB):
-        j = j0 + tl.arange(0, EB)
+    d, e = tl.arange(0, F.DP), tl.arange(0, F.DVP)
+    for j0 in range(0, recent + tokens.sinks, F.EB):
+        j = j0 + tl.arange(0, F.EB)
         oldest = past - recent
         begins = j >= recent
         t = tl.where(begins, j - recent, oldest + j)
         there = (t >= 0) & (j < recent + tokens.sinks) & ((begins == 0) | (t < oldest))
         # first tokens lie in the block of the token before the step, behind its recent ones
         held = tl.where(begins, past - 1, t)
-        block = tl.load(TABLE + b.to(tl.int64) * stride + held // N, mask=there, other=0)
-        slot = tl.where(begins, N + t, t % N)
-        at = (block.to(tl.int64) * nb + h * nh + slot * nt)[:, None]
-        k_seen, v_seen = there[:, None] & (d < D)[None, :], there[:, None] & (e < DV)[None, :]
+        block = tl.load(TABLE + rows.b.to(tl.int64) * stride + held // F.N, mask=there, other=0)
+        slot = tl.where(begins, F.N + t, t % F.N)
+        at = (block.to(tl.int64) * nb + rows.h * nh + slot * nt)[:, None]
+        k_seen, v_seen = (
+            there[:, None] & (d < F.D)[None, :],
+            there[:, None] & (e < F.DV)[None, :],
+        )
         k = tl.load(NEAR + at + d[None, :], mask=k_seen, other=0.0).to(tl.float32)
-        v = tl.load(NEAR + at + D + e[None, :], mask=v_seen, other=0.0).to(tl.float32)
+        v = tl.load(NEAR + at + F.D + e[None, :], mask=v_seen, other=0.0).to(tl.float32)
         seen = there[None, :] & (i >= 0)[:, None]
-        if SLIDING:
+        if F.SLIDING:
             seen = seen & (t[None, :] > (past + i - tokens.sliding_window)[:, None])
         top, total, acc = attend_exactly(
-            key_products(q, k), v, seen, top, total, acc, cap, CAPPED
+            key_products(q, k), v, seen, top, total, acc, cap, F.CAPPED
         )
     return top, total, acc
 
+# %% ../../nbs/19_decode.ipynb #581cf9c1
+@triton.jit
+def _join_splits(
+    parts, WORK, rows, blocks, splits, top, whole, near, F: tl.constexpr, LISTED: tl.constexpr
+):
+    """What outputs are divided by, their log-sum-exp, and the sums of exact and of coded tokens
+    when the splits are added to the exact ones."""
+    first = (rows.bh * blocks + rows.r // F.Q).to(tl.int64) * splits
+    used = splits
+    if LISTED:
+        begin = tl.load(WORK + 1 + rows.b)
+        used = tl.load(WORK + 2 + rows.b) - begin
+        first = (rows.h * blocks + rows.r // F.Q).to(tl.int64) * splits + begin
+    if F.PDL:
+        tl.extra.cuda.gdc_wait()
+    top, whole, near, far = add_splits(*parts, first, used, rows, top, whole, near, F)
+    norm, lse = log_sum(top, whole)
+    return norm, lse, near, far
+
+
+@triton.jit
+def _add_logit(LOGITS, rows, norm, lse):
+    "What outputs are divided by, and the log-sum-exp, with one more score, of nothing."
+    logit = tl.load(LOGITS + rows.head, mask=rows.ok, other=0.0).to(tl.float32)
+    most = tl.maximum(lse, logit)
+    all_lse = most + tl.log(tl.exp(lse - most) + tl.exp(logit - most))
+    return norm * tl.exp(all_lse - lse), all_lse
+
 # %% ../../nbs/19_decode.ipynb #faad4c72
-@triton.jit(
-    do_not_specialize=[
-        "splits",
-        "recent_from",
-        "chunk",
-        "own",
-        "length",
-        "offset",
-        "sliding_window",
-        "near_stride",
-    ]
-)
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def combine_kernel(
     OUT_PARTS,
     LSE_PARTS,
@@ -719,115 +750,49 @@ def combine_kernel(
     """R query rows of one KV head: exact tokens and splits, weighted by their sums. Rotated
     parts go to REST unless FAST. BLOCKS: of an engine's request, whose tokens lie one behind
     the other and its recent ones, N to a block, where a table says."""
-    rows = group * n
-    parts = (rows + R - 1) // R
-    bh = tl.program_id(0) // parts
-    r = tl.program_id(0) % parts * R + tl.arange(0, R)
-    ok = r < rows
-    b, h = bh // heads, bh % heads
-    e = tl.arange(0, DVP)
-    token, head = (b * n + r % n).to(tl.int64), h * group + r // n
+    F: tl.constexpr = _JoinForm(
+        D, DP, DV, DVP, Q, R, SB, EB, N, SLIDING, CAPPED, PDL, HAS_START, HAS_END, HAS_LENGTH
+    )
+    rows = _rows_to_join(heads, group, n, F)
     top = tl.full([R], float("-inf"), tl.float32)
     whole = tl.zeros([R], tl.float32)
     near = tl.zeros([R, DVP], tl.float32)
     if EB > 0:
-        start = 0
-        if HAS_START:
-            start = tl.load(START + b).to(tl.int32)
-        if HAS_LENGTH:
-            length = tl.load(LENGTH + b * each_length)
-        stop = length
-        if HAS_END:
-            stop = tl.load(END + b).to(tl.int32)
+        span, length = _range_of(START, END, LENGTH, each_length, rows.b, length, F)
         d = tl.arange(0, DP)[None, :]
-        here = query_places(QUERY, sb, sh, sn, b, h, r, group, n)[:, None]
-        q = tl.load(here + d, mask=ok[:, None] & (d < D), other=0.0).to(tl.float32) * scaling
+        here = query_places(QUERY, sb, sh, sn, rows.b, rows.h, rows.r, group, n)[:, None]
+        q = (
+            tl.load(here + d, mask=rows.ok[:, None] & (d < D), other=0.0).to(tl.float32)
+            * scaling
+        )
         tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
+        keys, values = (CK, ckb, ckh, ckn), (CV, cvb, cvh, cvn)
         if BLOCKS:
-            keys, values = (CK, ckb, ckh, ckn), (CV, cvb, cvh, cvn)
-            m, whole, near = _own_tokens(
-                q, b, h, r % n, keys, values, tokens, cap_at, D, DP, DV, DVP, R, SLIDING, CAPPED
-            )
+            m, whole, near = _own_tokens(q, rows, keys, values, tokens, cap_at, F)
             if N > 0:
-                if PDL:
-                    # a request may begin with blocks of another, which may have written their
-                    # last token in this step
-                    if (length - n) % 16 == 0:
-                        tl.extra.cuda.gdc_wait()
-                m, whole, near = _block_tokens(
-                    q,
-                    m,
-                    whole,
-                    near,
-                    b,
-                    h,
-                    r % n,
-                    (NEAR, nb, nh, nt, NEAR_TABLE, near_stride),
-                    tokens,
-                    cap_at,
-                    D=D,
-                    DP=DP,
-                    DV=DV,
-                    DVP=DVP,
-                    N=N,
-                    EB=EB,
-                    SLIDING=SLIDING,
-                    CAPPED=CAPPED,
-                )
+                held = NEAR, nb, nh, nt, NEAR_TABLE, near_stride
+                m, whole, near = _block_tokens(q, rows, m, whole, near, held, tokens, cap_at, F)
         else:
-            keys, values = (SK, WK, CK, ckb, ckh, ckn), (SV, WV, CV, cvb, cvh, cvn)
-            m, whole, near = _exact_tokens(
-                q,
-                b,
-                h,
-                bh.to(tl.int64),
-                length - n + r % n,
-                keys,
-                values,
-                start,
-                stop,
-                tokens,
-                cap_at,
-                D=D,
-                DP=DP,
-                DV=DV,
-                DVP=DVP,
-                R=R,
-                EB=EB,
-                SLIDING=SLIDING,
-                CAPPED=CAPPED,
-            )
+            keys, values = (SK, WK) + keys, (SV, WV) + values
+            m, whole, near = _exact_tokens(q, rows, keys, values, span, tokens, cap_at, F)
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
-    first = (bh * blocks + r // Q).to(tl.int64) * splits
-    used = splits
-    if LISTED:
-        begin = tl.load(WORK + 1 + b)
-        used = tl.load(WORK + 2 + b) - begin
-        first = (h * blocks + r // Q).to(tl.int64) * splits + begin
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    top, whole, near, far = add_splits(
-        OUT_PARTS, LSE_PARTS, first, used, r, ok, top, whole, near, DV, DVP, Q, R, SB
+    norm, lse, near, far = _join_splits(
+        (OUT_PARTS, LSE_PARTS), WORK, rows, blocks, splits, top, whole, near, F, LISTED
     )
-    norm, lse = log_sum(top, whole)
-    row = bh.to(tl.int64) * rows + r
-    at = row[:, None] * DV + e[None, :]
+    row = rows.bh.to(tl.int64) * (group * n) + rows.r
+    at = row[:, None] * DV + rows.e[None, :]
     if BLOCKS:
-        row = token * (heads * group) + head
-        at = (token * ot + head * oh)[:, None] + e[None, :]
-        if LEARNT:  # one more score, of nothing
-            logit = tl.load(LOGITS + head, mask=ok, other=0.0).to(tl.float32)
-            most = tl.maximum(lse, logit)
-            all_lse = most + tl.log(tl.exp(lse - most) + tl.exp(logit - most))
-            norm = norm * tl.exp(all_lse - lse)
-            lse = all_lse
-    mask = ok[:, None] & (e < DV)[None, :]
+        row = rows.token * (heads * group) + rows.head
+        at = (rows.token * ot + rows.head * oh)[:, None] + rows.e[None, :]
+        if LEARNT:
+            norm, lse = _add_logit(LOGITS, rows, norm, lse)
+    mask = rows.ok[:, None] & (rows.e < DV)[None, :]
     if FAST:
         tl.store(OUT + at, ((near + far) / norm[:, None]).to(OUT.dtype.element_ty), mask=mask)
     else:
         tl.store(OUT + at, near / norm[:, None], mask=mask)
         tl.store(REST + at, far / norm[:, None], mask=mask)
-    tl.store(LSE + row, lse, mask=ok)
+    tl.store(LSE + row, lse, mask=rows.ok)
 
 # %% ../../nbs/19_decode.ipynb #41b00006
 import itertools
@@ -1163,7 +1128,7 @@ def store_operands(
         rotating=None if store.cos_sin is None else store.cos_sin.rotating,
     )
 
-
+# %% ../../nbs/19_decode.ipynb #0be81bc3
 def call_numbers(
     q: Tensor,  # [B, Hq, n, d_key]
     rule: Rule,

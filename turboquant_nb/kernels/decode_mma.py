@@ -20,6 +20,8 @@ from turboquant_nb.kernels.decode import (
     Paging,
     Parts,
     SplitRule,
+    _Tokens,
+    _UNSPECIALIZED,
     cell_arguments,
     combine,
     fast_pairs,
@@ -401,9 +403,9 @@ def _split_hi_lo(y, HK: gl.constexpr, Q: gl.constexpr, LB: gl.constexpr):
 
 # %% ../../nbs/20_tensor_cores.ipynb #9ab60969
 @gluon.jit
-def _scores(w, q_lo, q_hi, table, G: gl.constexpr, mma: gl.constexpr):
+def _scores(w, q_lo, q_hi, table, G: gl.constexpr):
     "16 rows x 4 quarters of keys against the queries: [8 (half, i1, i0), 8Q (g, q)]."
-    A: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    A: gl.constexpr = gl.DotOperandLayout(0, G.LM, 4)
     Q: gl.constexpr = G.Q
     C: gl.constexpr = G.C
     W: gl.constexpr = G.W
@@ -411,7 +413,7 @@ def _scores(w, q_lo, q_hi, table, G: gl.constexpr, mma: gl.constexpr):
         a0, a1, a2, a3, b0, b1, b2, b3 = _chained_keys(w, table, G)
     else:
         a0, a1, a2, a3, b0, b1, b2, b3 = _lookup(w, table, G.KB, True)
-    z = gl.zeros([16, 2 * Q], gl.int32, layout=mma)
+    z = gl.zeros([16, 2 * Q], gl.int32, layout=G.LM)
     s0 = mma_v2(_fragment(b0, C, W, A), q_hi, mma_v2(_fragment(a0, C, W, A), q_lo, z))
     s1 = mma_v2(_fragment(b1, C, W, A), q_hi, mma_v2(_fragment(a1, C, W, A), q_lo, z))
     s2 = mma_v2(_fragment(b2, C, W, A), q_hi, mma_v2(_fragment(a2, C, W, A), q_lo, z))
@@ -423,16 +425,16 @@ def _scores(w, q_lo, q_hi, table, G: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
-def _weighted(w, carry, P, table, G: gl.constexpr, mma: gl.constexpr):
+def _weighted(w, carry, P, table, G: gl.constexpr):
     """Values of 16 channels of each half times the weights of 256 tokens, [32 (half, m8, g),
     Q]; what windows of the next piece see of this one."""
-    A: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+    A: gl.constexpr = gl.DotOperandLayout(0, G.LM, 4)
     Q: gl.constexpr = G.Q
     if G.VX:
         a0, a1, a2, a3, b0, b1, b2, b3, carry = _chained_values(w, carry, table, G)
     else:
         a0, a1, a2, a3, b0, b1, b2, b3 = _lookup(w, table, G.VB, False)
-    z = gl.zeros([16, 2 * Q], gl.int32, layout=mma)
+    z = gl.zeros([16, 2 * Q], gl.int32, layout=G.LM)
     o0 = mma_v2(_fragment(a1, 1, 4, A), P[1], mma_v2(_fragment(a0, 1, 4, A), P[0], z))
     o0 = mma_v2(_fragment(a3, 1, 4, A), P[3], mma_v2(_fragment(a2, 1, 4, A), P[2], o0))
     o1 = mma_v2(_fragment(b1, 1, 4, A), P[1], mma_v2(_fragment(b0, 1, 4, A), P[0], z))
@@ -443,9 +445,11 @@ def _weighted(w, carry, P, table, G: gl.constexpr, mma: gl.constexpr):
 
 # %% ../../nbs/20_tensor_cores.ipynb #d73aac44
 @gluon.jit
-def _weights(y, operand: gl.constexpr, Q: gl.constexpr):
+def _weights(y, G: gl.constexpr):
     """Weights [256, Q] -> their largest magnitude per column, and int8 hi + lo/254 of them as
     four operands B."""
+    B: gl.constexpr = gl.DotOperandLayout(1, G.LM, 4)
+    Q: gl.constexpr = G.Q
     top = gl.maximum(gl.max(gl.abs(y), 0), 1e-30)
     z = y * (127.0 / top)[None, :]
     hi = z + _MAGIC
@@ -460,10 +464,10 @@ def _weights(y, operand: gl.constexpr, Q: gl.constexpr):
     P00, P01 = gl.split(Pa)
     P10, P11 = gl.split(Pb)
     return top, (
-        gl.convert_layout(P00, operand),
-        gl.convert_layout(P01, operand),
-        gl.convert_layout(P10, operand),
-        gl.convert_layout(P11, operand),
+        gl.convert_layout(P00, B),
+        gl.convert_layout(P01, B),
+        gl.convert_layout(P10, B),
+        gl.convert_layout(P11, B),
     )
 
 # %% ../../nbs/20_tensor_cores.ipynb #ea17312e
@@ -494,26 +498,57 @@ def _high_stages(x, D: gl.constexpr, Q: gl.constexpr):
         y = _butterfly(y, 7, D, Q)
     return y
 
+# %% ../../nbs/20_tensor_cores.ipynb #30b1fab1
+class _How(NamedTuple):
+    "What a launch asks of the kernel besides its `Form`. All are constexprs."
+
+    HAS_START: bool
+    HAS_END: bool
+    PAGED: bool  # in an engine's blocks?
+    LISTED: bool  # by a list of work?
+    FAST_K: bool  # are queries rotated here?
+    MEAN_K: bool
+    BIASED: bool
+    FUSED: bool  # are the sums of a pre-RoPE mean computed?
+    SLIDING: bool
+    CAPPED: bool
+    PDL: bool
+
+
+class _Part(NamedTuple):
+    "What a program attends to, as numbers of the kernel."
+
+    b: object  # request, or sequence
+    h: object  # KV head
+    block: object  # of query rows
+    split: object
+    base: object  # the block among those of all heads
+    out_row: object  # where the output begins
+    nobody: object  # is there no such part?
+
+
+@gluon.jit
+def _query_rows(sb, sh, sn, part, group, n, G: gl.constexpr):
+    "Where the rows of a block of queries begin, and which there are."
+    j = part.block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, G.LQA))
+    ok = j < group * n
+    row_at = (
+        part.b.to(gl.int64) * sb
+        + (part.h * group + j // n).to(gl.int64) * sh
+        + (j % n).to(gl.int64) * sn
+    )
+    return row_at, ok
+
 # %% ../../nbs/20_tensor_cores.ipynb #58d9e085
 @gluon.jit
 def _queries(
-    QUERY,
-    ROTATED,
-    R,
-    MU,
-    row_at,
-    row,
-    ok,
-    h,
-    scaling,
-    step,
-    FAST: gl.constexpr,
-    MEAN: gl.constexpr,
-    CAPPED: gl.constexpr,
-    G: gl.constexpr,
+    QUERY, ROTATED, R, MU, rows, part, scaling, step, HOW: gl.constexpr, G: gl.constexpr
 ):
     """Rotated queries as int8 hi + lo/254, lower and upper half of the channels, [HK, 2Q];
     their steps; their products with the mean."""
+    row_at, ok = rows
+    row = (part.base * G.Q).to(gl.int64)
+    h = part.h
     D: gl.constexpr = G.D
     HK: gl.constexpr = G.HK
     Q: gl.constexpr = G.Q
@@ -521,7 +556,7 @@ def _queries(
     LQ: gl.constexpr = G.LQ
     d = gl.arange(0, 2 * HK, layout=gl.SliceLayout(1, LQA))
     shift = gl.zeros([Q], gl.float32, layout=gl.SliceLayout(0, LQA))
-    if FAST:
+    if HOW.FAST_K:
         x = (
             gl.load(
                 QUERY + row_at[None, :] + d[:, None],
@@ -530,13 +565,13 @@ def _queries(
             ).to(gl.float32)
             * scaling
         )
-        if MEAN:
+        if HOW.MEAN_K:
             shift = gl.sum(x * gl.load(MU + h.to(gl.int64) * D + d).to(gl.float32)[:, None], 0)
         # first row of the rotation: the signs over the root of d
         y = _low_stages(x * gl.load(R + d)[:, None], D, Q)
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
     else:
-        if MEAN:
+        if HOW.MEAN_K:
             x = (
                 gl.load(
                     QUERY + row_at[None, :] + d[:, None],
@@ -567,7 +602,7 @@ def _queries(
     # NaN where the query has NaN or Inf, so that the answer has it too
     bad = gl.sum((lower + upper) * 0.0, 0)
     unit = s * (step / 254.0) + bad
-    if not CAPPED:
+    if not HOW.CAPPED:
         unit = unit * _LOG2E
     lower = _split_hi_lo(lower / s[None, :], HK, Q, G.LB)
     upper = _split_hi_lo(upper / s[None, :], HK, Q, G.LB)
@@ -686,94 +721,98 @@ def _token_places(G: gl.constexpr):
     return row, inside, token
 
 
+class _Span(NamedTuple):
+    "Which tokens a program reads; they count from the first stored one."
+
+    begin: object  # tiles
+    end: object
+    lo_row: object  # the tokens that each row may read
+    hi_row: object
+    safe_lo: object  # between these no row needs a mask
+    safe_hi: object
+    last: object  # page
+
+
 @gluon.jit
-def _span(
-    START,
-    END,
-    WORK,
-    b,
-    nobody,
-    block,
-    split,
-    splits,
-    length,
-    n,
-    sinks,
-    recent,
-    recent_from,
-    chunk,
-    own,
-    offset,
-    sliding_window,
-    HAS_START: gl.constexpr,
-    HAS_END: gl.constexpr,
-    LISTED: gl.constexpr,
-    SLIDING: gl.constexpr,
-    G: gl.constexpr,
-):
-    """Tiles [begin, end) of a split, what each row may read of them, between which tokens
-    nothing is masked, and the last page. Positions count from the first stored token."""
+def _span(START, END, WORK, part, splits, n, tokens, HOW: gl.constexpr, G: gl.constexpr):
+    "What a split reads of `_Tokens`."
+    length, offset, sinks = tokens.length, tokens.offset, tokens.sinks
     # all rows read the tokens before from codes
-    shared = gl.minimum(length - chunk, gl.maximum(recent_from, length - recent))
+    shared = gl.minimum(
+        length - tokens.chunk, gl.maximum(tokens.recent_from, length - tokens.recent)
+    )
     stop = length
-    if HAS_END:
-        stop = gl.minimum(stop, gl.load(END + b).to(gl.int32))
+    if HOW.HAS_END:
+        stop = gl.minimum(stop, gl.load(END + part.b).to(gl.int32))
     lo = sinks - offset
-    if HAS_START:
-        lo += gl.load(START + b).to(gl.int32)
+    if HOW.HAS_START:
+        lo += gl.load(START + part.b).to(gl.int32)
     lo = gl.maximum(lo, 0)
     shared = shared - offset
     stop = stop - offset
     at0 = length - n - offset  # the first query
-    row = block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, G.LF))
+    row = part.block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, G.LF))
     at = at0 + row % n
     lo_row = lo + at * 0
-    if SLIDING:
-        lo_row = gl.maximum(lo_row, at - sliding_window + 1)
-        lo = gl.maximum(lo, at0 - sliding_window + 1)
-    hi_row = gl.minimum(gl.minimum(stop, at + 1), gl.maximum(shared, at + 1 - own))
-    hi = gl.minimum(gl.minimum(stop, at0 + n), gl.maximum(shared, at0 + n - own))
+    if HOW.SLIDING:
+        lo_row = gl.maximum(lo_row, at - tokens.sliding_window + 1)
+        lo = gl.maximum(lo, at0 - tokens.sliding_window + 1)
+    hi_row = gl.minimum(gl.minimum(stop, at + 1), gl.maximum(shared, at + 1 - tokens.own))
+    hi = gl.minimum(gl.minimum(stop, at0 + n), gl.maximum(shared, at0 + n - tokens.own))
     first = lo // 256
     count = gl.maximum((hi + 255) // 256 - first, 0)
+    split, nobody = part.split, part.nobody
     begin, end = split * count // splits, (split + 1) * count // splits
-    if LISTED:
+    if HOW.LISTED:
         each = gl.load(WORK)
         begin, end = split * each, gl.minimum((split + 1) * each, gl.where(nobody, 0, count))
     # tiles that end here or before, and begin after safe_lo, need no mask
-    safe_hi = gl.minimum(gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - own))
+    safe_hi = gl.minimum(gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - tokens.own))
     safe_lo = lo
-    if SLIDING:
-        safe_lo = gl.maximum(lo, at0 + n - sliding_window)
+    if HOW.SLIDING:
+        safe_lo = gl.maximum(lo, at0 + n - tokens.sliding_window)
     last = gl.maximum((hi + 4 * G.RP - 1) // (4 * G.RP) - 1, 0)
-    return first + begin, first + end, lo_row, hi_row, safe_lo, safe_hi, last
+    return _Span(first + begin, first + end, lo_row, hi_row, safe_lo, safe_hi, last)
 
 # %% ../../nbs/20_tensor_cores.ipynb #bdc7bf0c
 @gluon.jit
-def _part(
-    WORK, requests, heads, blocks, splits, early, LISTED: gl.constexpr, PDL: gl.constexpr
-):
-    """Request, head, block of query rows and split of this program, where its output begins,
-    and whether it is nobody's."""
+def _part(WORK, requests, heads, blocks, splits, early, HOW: gl.constexpr, G: gl.constexpr):
+    "The `_Part` of this program."
     pid = gl.program_id(0)
     split = pid // blocks % splits
     bh = pid // (blocks * splits)
     block = pid % blocks
-    if LISTED:  # items without work come last, else they are holes in what multiprocessors get
+    # items without work come last, else they are holes in what multiprocessors get
+    if HOW.LISTED:
         split, bh = pid // (blocks * heads), pid // blocks % heads
     b = bh // heads
     h = bh % heads
     out_row = ((bh * blocks + block) * splits + split).to(gl.int64)
-    if PDL:
-        if early == 0:
-            tl.extra.cuda.gdc_wait()
-    nobody = bh < 0
-    if LISTED:
-        b = gl.load(WORK + requests + 2 + split)
-        nobody = b < 0
-        b = gl.maximum(b, 0)
-        h = bh
-        split = split - gl.load(WORK + 1 + b)
-    return b, h, block, split, out_row, nobody
+    nobody = False
+    if HOW.PAGED:
+        if HOW.PDL:
+            if early == 0:
+                tl.extra.cuda.gdc_wait()
+        if HOW.LISTED:
+            b = gl.load(WORK + requests + 2 + split)
+            nobody = b < 0
+            b = gl.maximum(b, 0)
+            h = bh
+            split = split - gl.load(WORK + 1 + b)
+        bh = b * heads + h
+    out_row = out_row * G.Q
+    return _Part(b, h, block, split, bh * blocks + block, out_row, nobody)
+
+
+@gluon.jit
+def _length(LENGTH, each, length, n, part, HAS_LENGTH: gl.constexpr, HOW: gl.constexpr):
+    "How many tokens there are, of which n are queries; their blocks can be read."
+    if HAS_LENGTH:
+        length = gl.load(LENGTH + part.b * each)
+    if HOW.PAGED and HOW.PDL:
+        if (length - n) % 16 == 0:  # a request that begins with blocks of another, which may
+            tl.extra.cuda.gdc_wait()  # have written their last token in this step
+    return length
 
 # %% ../../nbs/20_tensor_cores.ipynb #6fd17c1d
 @gluon.jit
@@ -794,14 +833,15 @@ def _pair_at(place, G: gl.constexpr):
 
 
 @gluon.jit
-def _mean_inputs(QUERY, M, FAR, sb, sh, sn, b, h, block, n, group, begin_at, G: gl.constexpr):
+def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.constexpr):
     """What `_mean_coefficients` needs, loaded before anything waits: channel pairs of Q query
     rows and of the mean of their head, and the angles of where its tiles begin; [HP, Q] and
     [HP, 1]."""
     L: gl.constexpr = gl.SliceLayout(0, G.LC)
     place = gl.arange(0, G.HP, layout=gl.SliceLayout(1, L))
     e = _pair_at(place, G)
-    j = block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, L))
+    b, h = part.b, part.h
+    j = part.block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, L))
     q = (
         QUERY
         + b.to(gl.int64) * sb
@@ -886,38 +926,38 @@ def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
 
 # %% ../../nbs/20_tensor_cores.ipynb #59c3fa92
 @gluon.jit
-def _rows(x, G: gl.constexpr, mma: gl.constexpr):
+def _rows(x, G: gl.constexpr):
     "Coefficients, fp16 [2, HP, 8], as operand A: a row for each query and part."
     y = gl.permute(gl.reshape(x, [2, 4, G.HP // 16, 2, 2, 8]), [5, 0, 2, 3, 1, 4])
     return gl.convert_layout(
-        gl.reshape(y, [16, G.HP]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+        gl.reshape(y, [16, G.HP]), gl.DotOperandLayout(0, G.LM, 2), assert_trivial=True
     )
 
 
 @gluon.jit
-def _shares(NEAR, i: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
+def _shares(NEAR, i: gl.constexpr, G: gl.constexpr):
     "What pairs give to functions, fp16 [HP, 8], as operand B."
     x = gl.load(NEAR + 128 * G.NEAR_ROW + i * (8 * G.HP) + gl.arange(0, 8 * G.HP, layout=G.LP))
     x = gl.permute(gl.reshape(x, [8, 4, G.HP // 16, 2, 2]), [2, 3, 1, 4, 0])
     return gl.convert_layout(
-        gl.reshape(x, [G.HP, 8]), gl.DotOperandLayout(1, mma, 2), assert_trivial=True
+        gl.reshape(x, [G.HP, 8]), gl.DotOperandLayout(1, G.LM, 2), assert_trivial=True
     )
 
 
 @gluon.jit
-def _slow_sums(high, low, NEAR, odd: gl.constexpr, G: gl.constexpr, mma: gl.constexpr):
+def _slow_sums(high, low, NEAR, odd: gl.constexpr, G: gl.constexpr):
     "What slow pairs give to even or to odd functions, [2Q, 8], as two fp16."
-    shares, rest = _shares(NEAR, 2 * odd, G, mma), _shares(NEAR, 2 * odd + 1, G, mma)
-    sums = gl.zeros([16, 8], gl.float32, layout=mma)
+    shares, rest = _shares(NEAR, 2 * odd, G), _shares(NEAR, 2 * odd + 1, G)
+    sums = gl.zeros([16, 8], gl.float32, layout=G.LM)
     if G.Q == 4:  # both halves are rows of one operand
         x = gl.reshape(gl.permute(gl.join(high, low), [0, 1, 3, 2]), [2, G.HP, 8])
-        x = _rows(x, G, mma)
+        x = _rows(x, G)
         sums = mma_v2(x, shares, mma_v2(x, rest, sums))
         a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
         sums = a + b
     else:
-        x = _rows(high, G, mma)
-        sums = mma_v2(x, shares, mma_v2(x, rest, mma_v2(_rows(low, G, mma), shares, sums)))
+        x = _rows(high, G)
+        sums = mma_v2(x, shares, mma_v2(x, rest, mma_v2(_rows(low, G), shares, sums)))
     return _halves(sums)
 
 
@@ -929,25 +969,25 @@ def _slow_operand(even, odd, operand: gl.constexpr, Q: gl.constexpr):
 
 
 @gluon.jit
-def _near_operand(AT, COLUMNS: gl.constexpr, layout: gl.constexpr, mma: gl.constexpr):
+def _near_operand(AT, COLUMNS: gl.constexpr, layout: gl.constexpr, G: gl.constexpr):
     "Cosines, sines or functions at 16 positions, as operand A."
     x = gl.load(AT + gl.arange(0, 16 * COLUMNS, layout=layout))
     x = gl.permute(gl.reshape(x, [COLUMNS // 16, 8, 4, 2, 2, 2]), [4, 1, 0, 3, 2, 5])
     return gl.convert_layout(
-        gl.reshape(x, [16, COLUMNS]), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
+        gl.reshape(x, [16, COLUMNS]), gl.DotOperandLayout(0, G.LM, 2), assert_trivial=True
     )
 
 
 @gluon.jit
-def _even_odd(NEAR, block, fast, slow, G: gl.constexpr, mma: gl.constexpr):
+def _even_odd(NEAR, block, fast, slow, G: gl.constexpr):
     "E + O and E - O of 16 positions, [16, Q]."
     at = NEAR + block * (16 * G.NEAR_ROW)
-    cos = _near_operand(at, G.FP, G.LN, mma)
+    cos = _near_operand(at, G.FP, G.LN, G)
     high, low, sines = fast
-    sums = mma_v2(cos, low, gl.zeros([16, 2 * G.Q], gl.float32, layout=mma))
+    sums = mma_v2(cos, low, gl.zeros([16, 2 * G.Q], gl.float32, layout=G.LM))
     sums = mma_v2(cos, high, sums)
-    sums = mma_v2(_near_operand(at + 16 * G.FP, G.FP, G.LN, mma), sines, sums)
-    functions = _near_operand(at + 32 * G.FP, 16, G.LS, mma)
+    sums = mma_v2(_near_operand(at + 16 * G.FP, G.FP, G.LN, G), sines, sums)
+    functions = _near_operand(at + 32 * G.FP, 16, G.LS, G)
     sums = mma_v2(functions, slow[0], mma_v2(functions, slow[1], sums))
     even, odd = gl.split(gl.reshape(sums, [16, G.Q, 2]))
     return even + odd, even - odd
@@ -965,10 +1005,10 @@ def _far_angles(FAR, tile, G: gl.constexpr):
 
 # %% ../../nbs/20_tensor_cores.ipynb #549025c1
 @gluon.jit
-def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
+def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr):
     """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
     `_mean_coefficients` returned."""
-    B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, G.LM, 2)
     cos, sin = far[0][None, :, None], far[1][None, :, None]
     both: gl.constexpr = [2, G.HP, G.Q]
     x = COEFFICIENTS.index(0)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
@@ -985,20 +1025,20 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
         _kept(_fast_operand(low, G, B), cosines),
         _kept(first, sines),
     )
-    even_high, even_low = _slow_sums(high, low, NEAR, 0, G, mma)
-    odd_high, odd_low = _slow_sums(high, low, NEAR, 1, G, mma)
+    even_high, even_low = _slow_sums(high, low, NEAR, 0, G)
+    odd_high, odd_low = _slow_sums(high, low, NEAR, 1, G)
     slow = (
         _kept(_slow_operand(even_high, odd_high, B, G.Q), own),
         _kept(_slow_operand(even_low, odd_low, B, G.Q), own),
     )
-    u0, d0 = _even_odd(NEAR, 0, fast, slow, G, mma)
-    u1, d1 = _even_odd(NEAR, 1, fast, slow, G, mma)
-    u2, d2 = _even_odd(NEAR, 2, fast, slow, G, mma)
-    u3, d3 = _even_odd(NEAR, 3, fast, slow, G, mma)
-    u4, d4 = _even_odd(NEAR, 4, fast, slow, G, mma)
-    u5, d5 = _even_odd(NEAR, 5, fast, slow, G, mma)
-    u6, d6 = _even_odd(NEAR, 6, fast, slow, G, mma)
-    u7, d7 = _even_odd(NEAR, 7, fast, slow, G, mma)
+    u0, d0 = _even_odd(NEAR, 0, fast, slow, G)
+    u1, d1 = _even_odd(NEAR, 1, fast, slow, G)
+    u2, d2 = _even_odd(NEAR, 2, fast, slow, G)
+    u3, d3 = _even_odd(NEAR, 3, fast, slow, G)
+    u4, d4 = _even_odd(NEAR, 4, fast, slow, G)
+    u5, d5 = _even_odd(NEAR, 5, fast, slow, G)
+    u6, d6 = _even_odd(NEAR, 6, fast, slow, G)
+    u7, d7 = _even_odd(NEAR, 7, fast, slow, G)
     # token bits: 0 and 3 to 5 are the row of a product, 1, 2 and 6 its number, 7 the half of
     # the tile; the lower half runs backwards
     up = gl.join(
@@ -1023,58 +1063,55 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr, mma: gl.constexpr):
 
 # %% ../../nbs/20_tensor_cores.ipynb #f98c3141
 @gluon.jit
-def _bias(BIAS, stride, base, token, G: gl.constexpr):
-    "What a pre-RoPE mean adds to the scores of these tokens, [256, Q]."
+def _bias(BIAS, stride, base, t, token, G: gl.constexpr):
+    "What a pre-RoPE mean adds to the scores of tile t, [256, Q]. token: places in the tile."
+    at = t * 256 + token
+    if G.RP < 64:
+        at = gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR)
     q = gl.arange(0, G.Q, layout=gl.SliceLayout(0, G.LF))
-    return gl.load(BIAS + (base * G.Q + q).to(gl.int64)[None, :] * stride + token[:, None])
+    return gl.load(BIAS + (base * G.Q + q).to(gl.int64)[None, :] * stride + at[:, None])
+
+
+class _Query(NamedTuple):
+    "Queries of a program, as they meet the codes."
+
+    lo: object  # operands, of the lower and upper half of the channels
+    hi: object
+    unit: object  # what products are multiplied by, [Q]
+    shift: object  # what a mean adds to all scores of a query, [Q]
+    cap: object
 
 
 @gluon.jit
 def _softmax_step(
-    F,
-    ks,
-    vs,
-    bias,
-    t,
-    token,
-    m,
-    total,
-    qs,
-    shift,
-    safe_lo,
-    safe_hi,
-    lo_row,
-    hi_row,
-    cap_at,
-    SH: gl.constexpr,
-    BIASED: gl.constexpr,
-    FUSED: gl.constexpr,
-    CAPPED: gl.constexpr,
-    G: gl.constexpr,
+    F, ks, vs, bias, t, token, m, total, query, span, HOW: gl.constexpr, G: gl.constexpr
 ):
     """Scores of a tile -> weights times value scales [256, Q], the new maximum and total, and
     by how much the old ones shrink."""
+    qs = query.unit
     Q: gl.constexpr = G.Q
-    f = F._reinterpret(gl.float32, [32, 8 * Q], SH).load(G.LF2)  # [(c, half, i1, i0), (g, q)]
+    f = F._reinterpret(gl.float32, [32, 8 * Q], G.LSH).load(
+        G.LF2
+    )  # [(c, half, i1, i0), (g, q)]
     f = gl.permute(gl.reshape(f, [4, 2, 2, 2, 8, Q]), [2, 3, 4, 0, 1, 5])
     f = (
         gl.convert_layout(gl.reshape(f, [256, Q]), G.LF, assert_trivial=True)
         * ks.to(gl.float32)[:, None]
     )
     scale = qs
-    if FUSED:  # in units of `qs`, as scores of codes are
+    if HOW.FUSED:  # in units of `qs`, as scores of codes are
         f += bias
-    if BIASED or CAPPED:
+    if HOW.BIASED or HOW.CAPPED:
         f = f * qs[None, :]
         scale = qs * 0 + 1.0
-        if BIASED:
+        if HOW.BIASED:
             f += bias
-        if CAPPED:
-            f = _cap(f + shift[None, :], cap_at) * _LOG2E
-    edge = (t * 256 < safe_lo) | (t * 256 + 256 > safe_hi)
+        if HOW.CAPPED:
+            f = _cap(f + query.shift[None, :], query.cap) * _LOG2E
+    edge = (t * 256 < span.safe_lo) | (t * 256 + 256 > span.safe_hi)
     if edge:
         p0 = t * 256 + token[:, None]
-        f = gl.where((p0 >= lo_row[None, :]) & (p0 < hi_row[None, :]), f, -1e30)
+        f = gl.where((p0 >= span.lo_row[None, :]) & (p0 < span.hi_row[None, :]), f, -1e30)
     new = gl.maximum(m, gl.max(f, 0))
     rescale = gl.exp2((m - new) * scale)
     vs = vs.to(gl.float32)
@@ -1083,7 +1120,7 @@ def _softmax_step(
     y = p * vs[:, None]
     if edge:  # the scale of a token that was never written may be anything
         p0 = t * 256 + token[:, None]
-        visible = (p0 >= lo_row[None, :]) & (p0 < hi_row[None, :])
+        visible = (p0 >= span.lo_row[None, :]) & (p0 < span.hi_row[None, :])
         p = gl.where(visible, p, 0.0)
         y = gl.where(visible, y, 0.0)
     part = gl.sum(gl.sum(gl.reshape(p, [4, 8, 8, Q]), 0), 1)
@@ -1094,9 +1131,36 @@ def _softmax_step(
 
 # %% ../../nbs/20_tensor_cores.ipynb #4fa7b148
 @gluon.jit
-def _finish(
-    ACC, R, O, out_row, total, v_step, SH: gl.constexpr, FAST: gl.constexpr, G: gl.constexpr
-):
+def _leave_nothing(LSE, out_row, HOW: gl.constexpr, G: gl.constexpr):
+    "What a program without tiles writes."
+    column: gl.constexpr = gl.SliceLayout(0, G.LF)
+    if HOW.PDL:
+        tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
+    nothing = gl.full([G.Q], float("-inf"), gl.float32, layout=column)
+    gl.store(LSE + out_row + gl.arange(0, G.Q, layout=column), nothing)
+
+
+@gluon.jit
+def _leave_sum(LSE, out_row, m, total, query, HOW: gl.constexpr, G: gl.constexpr):
+    "Write log2-sum-exp2 of a split; returned is its total."
+    L: gl.constexpr = gl.SliceLayout(0, G.LVB)
+    scale = query.unit
+    if HOW.CAPPED or HOW.BIASED:
+        scale = scale * 0 + 1.0
+    total = gl.convert_layout(gl.sum(total, 0), L)
+    shift = query.shift * 0 if HOW.CAPPED else query.shift * _LOG2E
+    top = gl.convert_layout(m * scale + shift, L)
+    j = gl.arange(0, G.Q, layout=L)
+    if HOW.PAGED and HOW.PDL:
+        tl.extra.cuda.gdc_wait()
+    # NaN counts as seen
+    at = LSE + out_row + j
+    gl.store(at, gl.where(total != 0, top + gl.log2(total), float("-inf")))
+    return total
+
+
+@gluon.jit
+def _finish(ACC, R, O, out_row, total, v_step, FAST: gl.constexpr, G: gl.constexpr):
     "The sums of a split, divided, un-rotated where FAST, to O."
     Q: gl.constexpr = G.Q
     HV: gl.constexpr = G.HV
@@ -1104,7 +1168,7 @@ def _finish(
     # a copy for a tile that does not come writes zeros, perhaps where the sums below are handed
     # between lanes
     cp.wait_group(0)
-    o = ACC._reinterpret(gl.float32, [G.NV * G.RV * 4, 8 * Q], SH).load(G.LACC)
+    o = ACC._reinterpret(gl.float32, [G.NV * G.RV * 4, 8 * Q], G.LSH).load(G.LACC)
     o = gl.reshape(o, [G.NV * G.RV, 2, 2, 8, Q])
     o = gl.reshape(gl.permute(o, [1, 0, 2, 3, 4]), [2 * HV, Q])
     o = gl.convert_layout(o, G.LVB, assert_trivial=True) / total[None, :]
@@ -1131,19 +1195,7 @@ def _finish(
 # %% ../../nbs/20_tensor_cores.ipynb #c9f28a4a
 @gluon.jit
 def _key_pieces(
-    keys,
-    values,
-    F,
-    V,
-    pages,
-    t,
-    turn,
-    q_lo,
-    q_hi,
-    table,
-    PAGED: gl.constexpr,
-    G: gl.constexpr,
-    mma: gl.constexpr,
+    memory, F, V, pages, t, turn, query, table, PAGED: gl.constexpr, G: gl.constexpr
 ):
     """Scores of a tile, piece by piece, to F; each slot that is free again takes a piece of the
     values. Where these are chained, the last one comes first."""
@@ -1153,41 +1205,29 @@ def _key_pieces(
         if G.VX:
             slot, piece = (c + turn) % G.NK, (c + G.NV - 1) % G.NV
         for r in gl.static_range(G.RK):
-            w = _fetch(keys, slot, r, G.KB, G.LK, G.PL, G.RK)
-            F.index(c * G.RK + r).store(_scores(w, q_lo, q_hi, table, G, mma))
+            w = _fetch(memory.k_ring, slot, r, G.KB, G.LK, G.PL, G.RK)
+            F.index(c * G.RK + r).store(_scores(w, query.lo, query.hi, table, G))
         if c < G.NV:
-            _copy_v(values, slot, piece, V, pages, t, t >= 0, PAGED, G)
+            _copy_v(memory.v_ring, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
             cp.commit_group()
 
 
 @gluon.jit
 def _value_pieces(
-    keys,
-    values,
-    ACC,
-    K,
-    pages,
-    following,
-    go,
-    turn,
-    P,
-    rescale,
-    top,
-    table,
-    PAGED: gl.constexpr,
-    G: gl.constexpr,
-    mma: gl.constexpr,
+    memory, K, pages, t, span, turn, weights, table, PAGED: gl.constexpr, G: gl.constexpr
 ):
     """Weighted values of a tile to the accumulators; each free slot takes a piece of the next
     tile's keys."""
+    following, go = t + 1, t + 1 < span.end
+    P, top, rescale = weights
     old_weight = gl.convert_layout(rescale, gl.SliceLayout(0, G.LO))
     new_weight = gl.convert_layout(top * (1.0 / (127.0 * 254.0)), gl.SliceLayout(0, G.LO))
     Q: gl.constexpr = G.Q
     carry = 0
     if G.VX:
         cp.wait_group(G.NV - 1)
-        carry = _chain_start(_fetch(values, turn, G.RV - 1, G.VB, G.LV, G.PL, G.RV), G)
+        carry = _chain_start(_fetch(memory.v_ring, turn, G.RV - 1, G.VB, G.LV, G.PL, G.RV), G)
     for c in range(G.NV):
         slot = c
         if G.VX:
@@ -1197,27 +1237,35 @@ def _value_pieces(
         else:
             cp.wait_group(G.NV - 1)
         for r in gl.static_range(G.RV):
-            w = _fetch(values, slot, r, G.VB, G.LV, G.PL, G.RV)
-            o, carry = _weighted(w, carry, P, table, G, mma)
+            w = _fetch(memory.v_ring, slot, r, G.VB, G.LV, G.PL, G.RV)
+            o, carry = _weighted(w, carry, P, table, G)
             o = gl.convert_layout(o, G.LO, assert_trivial=True)
             old = gl.convert_layout(
-                gl.reshape(ACC.index(c * G.RV + r).load(G.LA), [32, Q]),
+                gl.reshape(memory.sums.index(c * G.RV + r).load(G.LA), [32, Q]),
                 G.LO,
                 assert_trivial=True,
             )
             acc = gl.reshape(old * old_weight[None, :] + o * new_weight[None, :], [4, 8 * Q])
-            ACC.index(c * G.RV + r).store(gl.convert_layout(acc, G.LA, assert_trivial=True))
-        _copy_k(keys, slot, c, K, pages, following, go, PAGED, G)
+            memory.sums.index(c * G.RV + r).store(
+                gl.convert_layout(acc, G.LA, assert_trivial=True)
+            )
+        _copy_k(memory.k_ring, slot, c, K, pages, following, go, PAGED, G)
 
 # %% ../../nbs/20_tensor_cores.ipynb #a584d32c
+class _Side(NamedTuple):
+    "Where a head of a sequence has its keys, or its values."
+
+    planes: object  # three, the first byte, bytes from page to page
+    scales: object  # the same of scales
+
+
 @gluon.jit
 def _side_at(CELLS, SCALES, b, h, batch_stride, head_stride, step, A: gl.constexpr):
-    """Where a head of a sequence has one side: planes, its first byte, bytes from page to page;
-    scales, the first one, and scales from page to page. A: `memory.Places`."""
+    "The `_Side` of a head of a sequence. A: `memory.Places`."
     SIZE: gl.constexpr = SCALES.dtype.element_ty.primitive_bitwidth // 8
     first = b.to(gl.int64) * batch_stride + h.to(gl.int64) * head_stride
     planes = (CELLS + A.first, CELLS + A.second, CELLS + A.third, first, step)
-    return planes, (SCALES + A.scales // SIZE, first // SIZE, step // SIZE)
+    return _Side(planes, (SCALES + A.scales // SIZE, first // SIZE, step // SIZE))
 
 
 @gluon.jit
@@ -1227,21 +1275,130 @@ def _scales_of(side, page, inside, G: gl.constexpr):
     at = first + page * step + inside
     return gl.load(SCALES + gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR))
 
+# %% ../../nbs/20_tensor_cores.ipynb #a584d321
+class _Memory(NamedTuple):
+    "Shared memory of a program."
+
+    k_ring: object  # of pieces of keys
+    v_ring: object  # the same bytes, of pieces of values
+    sums: object  # of weighted values
+
+
+@gluon.jit
+def _memory(G: gl.constexpr):
+    keys = gl.allocate_shared_memory(gl.uint8, [G.NK * G.PL * G.RK, 16, G.HK], G.LSH)
+    values = keys._reinterpret(gl.uint8, [G.NK * G.PL * G.RV, 16, 64], G.LSH)
+    sums = gl.allocate_shared_memory(gl.float32, [G.NV * G.RV, 4, 8 * G.Q], G.LSH)
+    return _Memory(keys, values, sums)
+
+
+@gluon.jit
+def _words(AT):
+    "The four words of a table."
+    return gl.load(AT), gl.load(AT + 1), gl.load(AT + 2), gl.load(AT + 3)
+
+
+@gluon.jit
+def _in_registers(w):
+    return _in_register(w[0]), _in_register(w[1]), _in_register(w[2]), _in_register(w[3])
+
+
+@gluon.jit
+def _ordered(found, cap, G: gl.constexpr):
+    "The `_Query` of what `_queries` found."
+    lo, hi, unit, shift = found
+    B: gl.constexpr = gl.DotOperandLayout(1, G.LM, 4)
+    column: gl.constexpr = gl.SliceLayout(0, G.LF)
+    lo = _query_fragment(lo, G.C, G.W, G.Q, B)
+    hi = _query_fragment(hi, G.C, G.W, G.Q, B)
+    unit = gl.convert_layout(unit, column)
+    return _Query(lo, hi, unit, gl.convert_layout(shift, column), cap)
+
+
+@gluon.jit
+def _no_sums(sums, G: gl.constexpr):
+    "Maximum [Q] and total [8 lanes, Q] of no tokens, and their sums to shared memory."
+    m = gl.full([G.Q], -1e30, gl.float32, layout=gl.SliceLayout(0, G.LF))
+    zeros = gl.zeros([256, G.Q], gl.float32, layout=G.LF)
+    total = gl.sum(gl.sum(gl.reshape(zeros, [4, 8, 8, G.Q]), 0), 1)
+    for c in range(G.NV * G.RV):
+        sums.index(c).store(gl.zeros([4, 8 * G.Q], gl.float32, layout=G.LA))
+    return m, total
+
+# %% ../../nbs/20_tensor_cores.ipynb #a584d323
+class _Mean(NamedTuple):
+    "What a program needs to add a pre-RoPE mean to scores; without one nothing of it is read."
+
+    coefficients: object  # in shared memory
+    near: object  # angles in a tile
+    far: object  # angles of tiles
+    first: object  # position of the first stored token in its sequence
+    top: object  # what the sums are multiplied by, [Q]
+    still: object  # what channels that RoPE leaves alone add, [Q]
+
+
+@gluon.jit
+def _mean_room(START, part, offset, HOW: gl.constexpr, G: gl.constexpr):
+    "Shared memory for coefficients, and the position of the first stored token."
+    first = offset
+    room = 0
+    if HOW.FUSED:
+        room = gl.allocate_shared_memory(gl.float32, [3, G.HP, G.Q], G.SC)
+        if HOW.HAS_START:
+            first -= gl.load(START + part.b).to(gl.int32)
+    return room, first
+
+
+@gluon.jit
+def _mean(room, NEAR, FAR, first, inputs, factor, query, HOW: gl.constexpr, G: gl.constexpr):
+    "The `_Mean` of what `_mean_inputs` loaded."
+    top, still = query.shift, query.shift
+    if HOW.FUSED:
+        top, still = _mean_coefficients(room, inputs, factor, G)
+        some = query.unit > 1e-30  # of smaller ones nothing is left, and no quotient is finite
+        top = gl.where(some, top / query.unit, 0.0)
+        still = gl.where(some, still / query.unit, 0.0)
+    return _Mean(room, NEAR, FAR, first, top, still)
+
+# %% ../../nbs/20_tensor_cores.ipynb #a584d325
+@gluon.jit
+def _tile(
+    t, m, total, memory, codes, query, mean, bias, span, HOW: gl.constexpr, G: gl.constexpr
+):
+    "Maximum and total after one more tile, whose weighted values are added in shared memory."
+    key, value, pages, table_k, table_v = codes
+    BIAS, stride, base, places = bias
+    row, inside, token = places
+    page = _page(pages, t, row, HOW.PAGED, G)
+    ks = _scales_of(key.scales, page, inside, G)
+    vs = _scales_of(value.scales, page, inside, G)
+    more = query.unit
+    if HOW.BIASED:
+        more = _bias(BIAS, stride, base, t, token, G)
+    far = (query.unit, query.unit)
+    if HOW.FUSED:
+        # here, so that the scores of codes do not wait for it
+        far = _far_angles(mean.far, t + (mean.first >> 8), G)
+    # here, so that others may use its bytes later
+    F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * G.Q], G.LSH)
+    turn = 0
+    if G.VX:
+        turn = (t - span.begin) % G.NV
+    _key_pieces(memory, F, value.planes, pages, t, turn, query, table_k, HOW.PAGED, G)
+    if HOW.FUSED:
+        more = _mean_scores(mean.coefficients, mean.near, far, G) * mean.top[None, :]
+        if 2 * G.H2 < G.D:
+            more += mean.still[None, :]
+    y, m, total, rescale = _softmax_step(
+        F, ks, vs, more, t, token, m, total, query, span, HOW, G
+    )
+    top, P = _weights(y, G)
+    weights = P, top, rescale
+    _value_pieces(memory, key.planes, pages, t, span, turn, weights, table_v, HOW.PAGED, G)
+    return m, total
+
 # %% ../../nbs/20_tensor_cores.ipynb #0dd016dc
-@gluon.jit(
-    do_not_specialize=[
-        "page_stride",
-        "requests",
-        "early",
-        "splits",
-        "length",
-        "recent_from",
-        "chunk",
-        "own",
-        "offset",
-        "sliding_window",
-    ]
-)
+@gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def fragments_kernel(
     QUERY,
     sb,
@@ -1314,229 +1471,45 @@ def fragments_kernel(
 ):
     """Q query rows of one KV head over one split of the coded tokens, by one warp: output and
     log2-sum-exp2."""
-    Q: gl.constexpr = G.Q
-    SH: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    mma: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8]
+    HOW: gl.constexpr = _How(
+        HAS_START, HAS_END, PAGED, LISTED, FAST_K, MEAN_K, BIASED, FUSED, SLIDING, CAPPED, PDL
     )
-    operand: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
-    column: gl.constexpr = gl.SliceLayout(0, G.LF)
-    if PAGED:
-        b, h, block, split, out_row, nobody = _part(
-            WORK, requests, heads, blocks, splits, early, LISTED, PDL
-        )
-        bh = b * heads + h
-        out_row = out_row * Q
-        base = bh * blocks + block
-    else:
-        pid = gl.program_id(0)
-        split = pid // blocks % splits
-        bh = pid // (blocks * splits)
-        block = pid % blocks
-        b = bh // heads
-        h = bh % heads
-        base = bh * blocks + block
-        nobody = False
-        out_row = (base * splits + split).to(gl.int64) * Q
-    if HAS_LENGTH:
-        length = gl.load(LENGTH + b * each_length)
-    if PAGED and PDL:
-        if (length - n) % 16 == 0:  # a request that begins with blocks of another, which may
-            tl.extra.cuda.gdc_wait()  # have written their last token in this step
-    keys = gl.allocate_shared_memory(gl.uint8, [G.NK * G.PL * G.RK, 16, G.HK], SH)
-    values = keys._reinterpret(gl.uint8, [G.NK * G.PL * G.RV, 16, 64], SH)
-    ACC = gl.allocate_shared_memory(gl.float32, [G.NV * G.RV, 4, 8 * Q], SH)
-    jq = block * Q + gl.arange(0, Q, layout=gl.SliceLayout(0, G.LQA))
-    ok_q = jq < group * n
-    row_at = (
-        b.to(gl.int64) * sb
-        + (h * group + jq // n).to(gl.int64) * sh
-        + (jq % n).to(gl.int64) * sn
-    )
-    begin, end, lo_row, hi_row, safe_lo, safe_hi, last = _span(
-        START=START,
-        END=END,
-        WORK=WORK,
-        b=b,
-        nobody=nobody,
-        block=block,
-        split=split,
-        splits=splits,
-        length=length,
-        n=n,
-        sinks=sinks,
-        recent=recent,
-        recent_from=recent_from,
-        chunk=chunk,
-        own=own,
-        offset=offset,
-        sliding_window=sliding_window,
-        HAS_START=HAS_START,
-        HAS_END=HAS_END,
-        LISTED=LISTED,
-        SLIDING=SLIDING,
-        G=G,
-    )
-    pages = (PAGES, last)
+    part = _part(WORK, requests, heads, blocks, splits, early, HOW, G)
+    length = _length(LENGTH, each_length, length, n, part, HAS_LENGTH, HOW)
+    memory = _memory(G)
+    rows = _query_rows(sb, sh, sn, part, group, n, G)
+    tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
+    span = _span(START, END, WORK, part, splits, n, tokens, HOW, G)
+    begin, end = span.begin, span.end
+    pages = (PAGES, span.last)
     if PAGED:
         if begin >= end:
-            if PDL:
-                tl.extra.cuda.gdc_wait()  # the append has ended when this kernel has
-            nothing = gl.full([Q], float("-inf"), gl.float32, layout=column)
-            gl.store(LSE + out_row + gl.arange(0, Q, layout=column), nothing)
+            _leave_nothing(LSE, part.out_row, HOW, G)
             return
-        pages = (PAGES + b.to(gl.int64) * page_stride, last)
-    K, k_scales = _side_at(KCELLS, KSCALES, b, h, kcb, kch, kct, KA)
-    V, v_scales = _side_at(VCELLS, VSCALES, b, h, vcb, vch, vct, VA)
-    first_at = offset  # position of the first stored token in its sequence
-    if FUSED:
-        COEFFICIENTS = gl.allocate_shared_memory(gl.float32, [3, G.HP, Q], G.SC)
-        if HAS_START:
-            first_at -= gl.load(START + b).to(gl.int32)
+        pages = (PAGES + part.b.to(gl.int64) * page_stride, span.last)
+    key = _side_at(KCELLS, KSCALES, part.b, part.h, kcb, kch, kct, KA)
+    value = _side_at(VCELLS, VSCALES, part.b, part.h, vcb, vch, vct, VA)
+    room, first = _mean_room(START, part, offset, HOW, G)
     for i in range(G.NK):
-        _copy_k(keys, i, i, K, pages, begin, begin < end, PAGED, G)
-    k0 = gl.load(TABLE)
-    k1 = gl.load(TABLE + 1)
-    k2 = gl.load(TABLE + 2)
-    k3 = gl.load(TABLE + 3)
-    v0 = gl.load(TABLE + 4)
-    v1 = gl.load(TABLE + 5)
-    v2 = gl.load(TABLE + 6)
-    v3 = gl.load(TABLE + 7)
-    m = gl.full([Q], -1e30, gl.float32, layout=column)
-    # [8 lanes, Q]
-    total = gl.sum(
-        gl.sum(gl.reshape(gl.zeros([256, Q], gl.float32, layout=G.LF), [4, 8, 8, Q]), 0), 1
-    )
-    for c in range(G.NV * G.RV):
-        ACC.index(c).store(gl.zeros([4, 8 * Q], gl.float32, layout=G.LA))
-    row, inside, token = _token_places(G)
+        _copy_k(memory.k_ring, i, i, key.planes, pages, begin, begin < end, PAGED, G)
+    words_k, words_v = _words(TABLE), _words(TABLE + 4)
+    m, total = _no_sums(memory.sums, G)
+    bias = BIAS, bias_stride, part.base, _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     inputs = 0
     if FUSED:
-        inputs = _mean_inputs(
-            QUERY=QUERY,
-            M=MK,
-            FAR=FAR,
-            sb=sb,
-            sh=sh,
-            sn=sn,
-            b=b,
-            h=h,
-            block=block,
-            n=n,
-            group=group,
-            begin_at=first_at,
-            G=G,
-        )
-    q_lo, q_hi, unit, shift_q = _queries(
-        QUERY=QUERY,
-        ROTATED=ROTATED,
-        R=RK_,
-        MU=MK,
-        row_at=row_at,
-        row=(base * Q).to(gl.int64),
-        ok=ok_q,
-        h=h,
-        scaling=scaling,
-        step=k_step,
-        FAST=FAST_K,
-        MEAN=MEAN_K,
-        CAPPED=CAPPED,
-        G=G,
-    )
+        inputs = _mean_inputs(QUERY, MK, FAR, sb, sh, sn, part, n, group, first, G)
+    found = _queries(QUERY, ROTATED, RK_, MK, rows, part, scaling, k_step, HOW, G)
     # here, so that these loads wait together with those of the query
-    lut_k = (_in_register(k0), _in_register(k1), _in_register(k2), _in_register(k3))
-    lut_v = (_in_register(v0), _in_register(v1), _in_register(v2), _in_register(v3))
-    q_lo = _query_fragment(q_lo, G.C, G.W, Q, operand)
-    q_hi = _query_fragment(q_hi, G.C, G.W, Q, operand)
-    qs = gl.convert_layout(unit, column)
-    shift = gl.convert_layout(shift_q, column)
-    top_b = shift
-    still = shift
-    if FUSED:
-        top_b, still = _mean_coefficients(COEFFICIENTS, inputs, factor, G)
-        some = qs > 1e-30  # of smaller queries nothing is left, and no quotient is finite
-        top_b, still = gl.where(some, top_b / qs, 0.0), gl.where(some, still / qs, 0.0)
+    codes = key, value, pages, _in_registers(words_k), _in_registers(words_v)
+    query = _ordered(found, cap_at, G)
+    mean = _mean(room, NEAR, FAR, first, inputs, factor, query, HOW, G)
     for t in range(begin, end):
-        page = _page(pages, t, row, PAGED, G)
-        ks = _scales_of(k_scales, page, inside, G)
-        vs = _scales_of(v_scales, page, inside, G)
-        bias = qs
-        if BIASED:
-            at = t * 256 + token
-            if G.RP < 64:
-                at = gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR)
-            bias = _bias(BIAS, bias_stride, base, at, G)
-        far = (qs, qs)
-        if FUSED:
-            # here, so that the scores of codes do not wait for it
-            far = _far_angles(FAR, t + (first_at >> 8), G)
-        # here, so that others may use its bytes later
-        F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * Q], SH)
-        turn = 0
-        if G.VX:
-            turn = (t - begin) % G.NV
-        _key_pieces(keys, values, F, V, pages, t, turn, q_lo, q_hi, lut_k, PAGED, G, mma)
-        if FUSED:
-            bias = _mean_scores(COEFFICIENTS, NEAR, far, G, mma) * top_b[None, :]
-            if 2 * G.H2 < G.D:
-                bias += still[None, :]
-        y, m, total, rescale = _softmax_step(
-            F=F,
-            ks=ks,
-            vs=vs,
-            bias=bias,
-            t=t,
-            token=token,
-            m=m,
-            total=total,
-            qs=qs,
-            shift=shift,
-            safe_lo=safe_lo,
-            safe_hi=safe_hi,
-            lo_row=lo_row,
-            hi_row=hi_row,
-            cap_at=cap_at,
-            SH=SH,
-            BIASED=BIASED,
-            FUSED=FUSED,
-            CAPPED=CAPPED,
-            G=G,
-        )
-        top, P = _weights(y, operand, Q)
-        _value_pieces(
-            keys=keys,
-            values=values,
-            ACC=ACC,
-            K=K,
-            pages=pages,
-            following=t + 1,
-            go=t + 1 < end,
-            turn=turn,
-            P=P,
-            rescale=rescale,
-            top=top,
-            table=lut_v,
-            PAGED=PAGED,
-            G=G,
-            mma=mma,
-        )
-    scale = qs
-    if CAPPED or BIASED:
-        scale = qs * 0 + 1.0
-    total = gl.convert_layout(gl.sum(total, 0), gl.SliceLayout(0, G.LVB))
-    top = gl.convert_layout(
-        m * scale + (shift * 0 if CAPPED else shift * _LOG2E), gl.SliceLayout(0, G.LVB)
-    )
-    j = gl.arange(0, Q, layout=gl.SliceLayout(0, G.LVB))
-    if PAGED and PDL:
-        tl.extra.cuda.gdc_wait()
-    # NaN counts as seen
-    gl.store(LSE + out_row + j, gl.where(total != 0, top + gl.log2(total), float("-inf")))
+        m, total = _tile(t, m, total, memory, codes, query, mean, bias, span, HOW, G)
+    total = _leave_sum(LSE, part.out_row, m, total, query, HOW, G)
     if begin < end:
-        _finish(ACC, RV_, O, out_row, total, v_step, SH, FAST, G)
+        _finish(memory.sums, RV_, O, part.out_row, total, v_step, FAST, G)
 
 # %% ../../nbs/20_tensor_cores.ipynb #961937ab
 class Form(SimpleNamespace):
@@ -1606,7 +1579,8 @@ def _chains(key: FormSide, value: FormSide, W: int) -> dict:
 
 # %% ../../nbs/20_tensor_cores.ipynb #31fae585
 def _byte_layouts(HK: int, W: int, C: int, rows: int) -> dict:
-    "Bytes of keys and values as lanes load them, and the query as operand B."
+    """Bytes of keys and values as lanes load them, the query as operand B, products, and what
+    lies in shared memory as it comes."""
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     byte = [1, 2, *_powers(4, W.bit_length() - 1)]
     far = _powers(16 * W, C.bit_length() - 1)
@@ -1621,6 +1595,8 @@ def _byte_layouts(HK: int, W: int, C: int, rows: int) -> dict:
             [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], *groups], [16, 64]
         ),
         LB=linear(q_bytes, q_lanes, [HK, 2 * rows]),
+        LM=gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]),
+        LSH=gl.SwizzledSharedLayout(1, 1, 1, [1, 0]),
     )
 
 
