@@ -867,7 +867,7 @@ def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.cons
             still += gl.sum(x * y.to(gl.float32)[:, None], 0)
     return q1, q2, m1, m2, cos, sin, still
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #a6c2a7a1
 # two numbers up to 32767 as int16 in a word, and back
 _PACK = gl.constexpr("""{ .reg .b32 x, y; cvt.rni.s32.f32 x, $1; cvt.rni.s32.f32 y, $2;
  prmt.b32 $0, x, y, 0x5410; }""")
@@ -1021,7 +1021,7 @@ def _far_angles(FAR, tile, G: gl.constexpr):
     row = FAR + (257 + tile) * (2 * G.HP) + gl.arange(0, G.HP, layout=G.LFAR)
     return gl.load(row), gl.load(row + G.HP)
 
-# %% ../../nbs/20_tensor_cores.ipynb #549025c1
+# %% ../../nbs/20_tensor_cores.ipynb #549025d0
 @gluon.jit
 def _operands_4(COEFFICIENTS, NEAR, far, G: gl.constexpr):
     """Of 4 rows: coefficients of fast pairs, and what slow ones give to functions, as two fp16,
@@ -1051,7 +1051,7 @@ def _operands_4(COEFFICIENTS, NEAR, far, G: gl.constexpr):
     )
     return fast, slow
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #549025d2
 @gluon.jit
 def _fast_8(x, G: gl.constexpr):
     "Of coefficients, fp16 [HP, 8], those of fast pairs, as operand B."
@@ -1089,10 +1089,10 @@ def _operands_8(coefficients, NEAR, far, G: gl.constexpr):
     a, o = _unpacked(coefficients)
     cos, sin = far[0][:, None] * (1 / 32767), far[1][:, None] * (1 / 32767)
     even, odd = _halves(a * cos + o * sin), _halves(o * cos - a * sin)
-    fast = _fast_8(even[0], G), _fast_8(even[1], G), _fast_8(odd[0], G), _fast_8(odd[1], G)
+    fast = _fast_8(even[0], G), _fast_8(even[1], G), _fast_8(odd[0], G)
     return fast, (_slow_8(even, NEAR, 0, G), _slow_8(odd, NEAR, 1, G))
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #549025d3
 @gluon.jit
 def _twice(x, G: gl.constexpr):
     "Even or odd functions at 16 positions, [16, 8], for both parts of their sums: operand A."
@@ -1110,7 +1110,7 @@ def _even_odd_8(at, fast, slow, G: gl.constexpr):
     even, odd = gl.split(functions)  # [2, 8, 4, 2]
     zeros = gl.zeros([16, 8], gl.float32, layout=G.LM)
     e = mma_v2(cos, fast[0], mma_v2(cos, fast[1], zeros))
-    o = mma_v2(sin, fast[2], mma_v2(sin, fast[3], zeros))
+    o = mma_v2(sin, fast[2], zeros)
     e = mma_v2(_twice(gl.reshape(even, [16, 8]), G), slow[0], e)
     return e, mma_v2(_twice(gl.reshape(odd, [16, 8]), G), slow[1], o)
 
@@ -1125,7 +1125,7 @@ def _even_odd(NEAR, block, fast, slow, G: gl.constexpr):
         even, odd = _even_odd_8(at, fast, slow, G)
     return even + odd, even - odd
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #549025c1
 @gluon.jit
 def _mean_scores(coefficients, NEAR, far, G: gl.constexpr):
     """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
@@ -1340,7 +1340,7 @@ def _tile_scores(memory, V, pages, t, turn, query, table, PAGED: gl.constexpr, G
         f = gl.reshape(gl.permute(gl.join(f, more), [2, 0, 1]), [32, 8 * G.Q])
     return f
 
-
+# %% ../../nbs/20_tensor_cores.ipynb #c9f28a51
 @gluon.jit
 def _value_pieces(
     memory, K, pages, t, span, turn, weights, table, PAGED: gl.constexpr, G: gl.constexpr
