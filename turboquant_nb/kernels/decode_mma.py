@@ -1310,8 +1310,8 @@ def _key_pieces(
     PAGED: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Scores of a part of a tile, piece by piece, through F; each slot that is free again takes
-    a piece of the values. Where these are chained, the last one comes first."""
+    """Scores of a part of a tile, piece by piece, to F; each slot that is free again takes a
+    piece of the values. Where these are chained, the last one comes first."""
     N: gl.constexpr = G.NK // G.PARTS
     for i in range(N):
         c = PART * N + i
@@ -1326,19 +1326,12 @@ def _key_pieces(
             _copy_v(memory.v_ring, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
             cp.commit_group()
-    return F._reinterpret(gl.float32, [32 // G.PARTS, 8 * G.Q], G.LSH).load(G.LF2)
 
 
 @gluon.jit
-def _tile_scores(memory, V, pages, t, turn, query, table, PAGED: gl.constexpr, G: gl.constexpr):
-    "Scores of the codes of a tile, in units of their scales: [(c, half, i1, i0), (g, q)]."
-    # here, so that others may use its bytes later
-    F = gl.allocate_shared_memory(gl.float32, [4 // G.PARTS, 8, 8 * G.Q], G.LSH)
-    f = _key_pieces(memory, F, V, pages, t, turn, query, table, 0, PAGED, G)
-    if G.PARTS == 2:
-        more = _key_pieces(memory, F, V, pages, t, turn, query, table, 1, PAGED, G)
-        f = gl.reshape(gl.permute(gl.join(f, more), [2, 0, 1]), [32, 8 * G.Q])
-    return f
+def _scores_in(F, G: gl.constexpr):
+    "Scores of a part of a tile: [(c, half, i1, i0), (g, q)]."
+    return F._reinterpret(gl.float32, [32 // G.PARTS, 8 * G.Q], G.LSH).load(G.LF2)
 
 # %% ../../nbs/20_tensor_cores.ipynb #c9f28a51
 @gluon.jit
@@ -1511,11 +1504,21 @@ def _tile(
     turn = 0
     if G.VX:
         turn = (t - span.begin) % G.NV
-    f = _tile_scores(memory, value.planes, pages, t, turn, query, table_k, HOW.PAGED, G)
+    # here, so that others may use its bytes later
+    F = gl.allocate_shared_memory(gl.float32, [4 // G.PARTS, 8, 8 * G.Q], G.LSH)
+    V = value.planes
+    _key_pieces(memory, F, V, pages, t, turn, query, table_k, 0, HOW.PAGED, G)
+    first = 0
+    if G.PARTS == 2:
+        first = _scores_in(F, G)
+        _key_pieces(memory, F, V, pages, t, turn, query, table_k, 1, HOW.PAGED, G)
     if HOW.FUSED:
         more = _mean_scores(mean.coefficients, mean.near, far, G) * mean.top[None, :]
         if 2 * G.H2 < G.D:
             more += mean.still[None, :]
+    f = _scores_in(F, G)
+    if G.PARTS == 2:
+        f = gl.reshape(gl.permute(gl.join(first, f), [2, 0, 1]), [32, 8 * G.Q])
     y, m, total, rescale = _softmax_step(
         f, ks, vs, more, t, token, m, total, query, span, HOW, G
     )
