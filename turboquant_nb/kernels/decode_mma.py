@@ -894,9 +894,8 @@ def _unpacked(x):
 @gluon.jit
 def _mean_coefficients(room, inputs, factor, G: gl.constexpr):
     """Coefficients at 127.5 tokens after the position of the angles modulo 256, of cosines, of
-    sines and of cosines negated, as multiples of what is returned, too: in the room given; of 8
-    rows in a word each, where 6 KB of shared memory would be missed. And the product of channels
-    that RoPE leaves alone."""
+    sines and of cosines negated, in the room given, of 8 rows in words; of what they are
+    multiples; and the product of channels that RoPE leaves alone."""
     q1, q2, m1, m2, cos, sin, still = inputs
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
     a, o = x * cos + y * sin, y * cos - x * sin
@@ -1646,9 +1645,10 @@ class Form(SimpleNamespace):
     """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV
     halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows; RP byte rows of a page;
     NEAR tokens that lie together in a page and in a lane; lanes with C runs of W words; H2
-    channel pairs of RoPE, HP padded; PL slots of a block; PARTS in which a tile's scores come; KX, VX whether levels are those of
-    windows, and then how these are read and the places VP of the values) and the layouts L*:
-    which lane and register holds what. All are constexprs."""
+    channel pairs of RoPE, HP padded; PL slots of a block; PARTS of a tile whose scores come one
+    after the other; KX, VX whether levels are those of windows, and then how these are read and
+    the places VP of the values) and the layouts L*: which lane and register holds what. All are
+    constexprs."""
 
     __hash__, __eq__ = object.__hash__, object.__eq__  # one object per form, see `decode_form`
 

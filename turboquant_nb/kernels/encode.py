@@ -797,8 +797,8 @@ def launch(
     *args,
     **named,  # more of its arguments, and how Triton compiles it
 ):
-    """Launch by Triton's own search; what was compiled, or None where nothing was or kernels are
-    only asked for."""
+    """Launch by Triton's own search; what was compiled, or None where nothing was, or kernels
+    are only asked for."""
     if _ASKING.get():
         kernel.warmup(*args, grid=grid, **named)
         return None
@@ -883,30 +883,34 @@ class Launcher:
                 READY[kind] = compiled
         return Launch(compiled, grid, args, self.places, slots)
 
-    def launch_known(
-        self,
-        grid: tuple,  # three numbers
-        named: dict,  # arguments by name
-        ready: dict,  # compiled kernels by what `sizes` gives; changed in place
-        **options,  # how Triton compiles
-    ) -> None:
-        """Launch for who always has the same constants and types of tensors, and keeps what was
-        compiled for them in `ready`. Of tensors a compiled kernel gets the addresses."""
-        addresses = list(map(Tensor.data_ptr, self.tensors(named)))
-        kind = self.sizes(named, addresses)
-        if compiled := ready.get(kind):
-            compiled[grid](*self.ordered(named | dict(zip(self.names, addresses))))
-        elif compiled := launch(self.kernel, grid, *self.ordered(named), **options):
-            ready[kind] = compiled
+# %% ../../nbs/18_encode.ipynb #cd60e651
+@patch
+def launch_known(
+    self: Launcher,
+    grid: tuple,  # three numbers
+    named: dict,  # arguments by name
+    ready: dict,  # compiled kernels by what `sizes` gives; changed in place
+    **options,  # how Triton compiles
+) -> None:
+    """Launch for who always has the same constants and types of tensors, and keeps what was
+    compiled for them in `ready`. Of tensors a compiled kernel gets the addresses."""
+    addresses = list(map(Tensor.data_ptr, self.tensors(named)))
+    kind = self.sizes(named, addresses)
+    if compiled := ready.get(kind):
+        compiled[grid](*self.ordered(named | dict(zip(self.names, addresses))))
+    elif compiled := launch(self.kernel, grid, *self.ordered(named), **options):
+        ready[kind] = compiled
 
-    def plain(
-        self,
-        grid: int,  # programs
-        named: dict,  # arguments by name
-        **options,  # how Triton compiles
-    ) -> None:
-        "Launch by Triton's own search."
-        launch(self.kernel, (grid,), *self.ordered(named), **options)
+
+@patch
+def plain(
+    self: Launcher,
+    grid: int,  # programs
+    named: dict,  # arguments by name
+    **options,  # how Triton compiles
+) -> None:
+    "Launch by Triton's own search."
+    launch(self.kernel, (grid,), *self.ordered(named), **options)
 
 # %% ../../nbs/18_encode.ipynb #226585ac
 class RowTokens(NamedTuple):
@@ -1580,32 +1584,6 @@ class AppendPlan:
             m, options = self.config
             self.config = min(m, 32), options
 
-    def named(
-        self,
-        k,  # [B, H, n, d_key], neighbouring channels side by side
-        v,  # [B, H, n, d_value], the same
-        sides: tuple,
-        shared: dict,
-        place: Place,
-    ) -> dict:
-        """Arguments by name. sides: `side_tensors` of keys and of values; shared: `MEAN`,
-        `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any tensor for what
-        is not needed)."""
-        key, value = sides
-        values = (
-            *(k, *k.stride()[:3], *self.key.fitted, *key),
-            *(v, *v.stride()[:3], *self.value.fitted, *value),
-        )
-        return dict(zip(_SIDES, values)) | dict(
-            **shared,
-            heads=k.shape[1],
-            first=place.first,
-            base=place.base,
-            n=k.shape[2],
-            limit=place.limit,
-            **self.constants,
-        )
-
     def launch(
         self,
         k,  # [B, H, n, d_key]
@@ -1619,6 +1597,34 @@ class AppendPlan:
         named["each"] = n = named["n"]
         form = self.short[place.on_device]
         self.launch_rows(named, k.shape[0] * n, form, self.options, self.ready)
+
+# %% ../../nbs/18_encode.ipynb #997641f1
+@patch
+def named(
+    self: AppendPlan,
+    k,  # [B, H, n, d_key], neighbouring channels side by side
+    v,  # [B, H, n, d_value], the same
+    sides: tuple,
+    shared: dict,
+    place: Place,
+) -> dict:
+    """Arguments by name. sides: `side_tensors` of keys and of values; shared: `MEAN`,
+    `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any tensor for what
+    is not needed)."""
+    key, value = sides
+    values = (
+        *(k, *k.stride()[:3], *self.key.fitted, *key),
+        *(v, *v.stride()[:3], *self.value.fitted, *value),
+    )
+    return dict(zip(_SIDES, values)) | dict(
+        **shared,
+        heads=k.shape[1],
+        first=place.first,
+        base=place.base,
+        n=k.shape[2],
+        limit=place.limit,
+        **self.constants,
+    )
 
 # %% ../../nbs/18_encode.ipynb #3d002e1f
 @patch
