@@ -325,8 +325,8 @@ def options(p):
         default=["k3v3-128", "bf16", "fp8"],
         help=(
             "bf16, bf16-triton, fp8 or other dtypes of vLLM's caches; k3v3-128: a preset with "
-            "128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens; -f behind "
-            "it: and with random frames, whose mean RoPE turns"
+            "128 tokens a block; k3v3-128-r16-s4: with exact recent and first tokens; "
+            "-f behind it: and with random frames, whose mean RoPE turns"
         ),
     )
     p.add_argument(

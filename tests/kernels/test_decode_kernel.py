@@ -667,6 +667,10 @@ class Gluon:
         x, *more = args
         if text is decode_mma._AND:
             return torch.where(more[0] != 0, x, torch.zeros_like(x))
+        if text is decode_mma._PACK:
+            return x.round().int() & 0xFFFF | more[0].round().int() << 16
+        if text is decode_mma._UNPACK:
+            return (x << 16 >> 16).float(), (x >> 16).float()
         if text is decode_mma._TWO_HALVES:
             return x.half(), (x - x.half().float()).half()
         assert (
@@ -740,7 +744,7 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
         offset - start,
         G,
     )
-    top, still = on_torch("_mean_coefficients")(held, inputs, 0.5, G)
+    held, top, still = on_torch("_mean_coefficients")(held, inputs, 0.5, G)
     rows = q[b, h * group : (h + 1) * group].reshape(group * n, d).double()
     mean, slot = m[0, h, 0].double(), torch.arange(256)
     i, row, part = slot // 64, slot % 64, page // 4

@@ -56,10 +56,10 @@ RECIPES = [
 @pytest.mark.parametrize("key,value,n,learnt,rotary", RECIPES)
 def test_a_step_by_windows(key, value, n, learnt, rotary, gen, monkeypatch):
     """Requests that decode, verify drafts, begin and go on with a chunk, around a centre, with
-    first and recent tokens: kernels against the oracle; with a calibration's pair scale, with a
-    centre that RoPE turns in some channels, and with a learnt logit in each head's softmax, too.
-    The mutants read recent tokens from the block before, take another logit, and leave the
-    centre as it is at position 0."""
+    first and recent tokens: kernels against the oracle; with a calibration's pair scale, with
+    a centre that RoPE turns in some channels, and with a learnt logit in each head's softmax,
+    too. The mutants read recent tokens from the block before, take another logit, and leave
+    the centre as it is at position 0."""
     if not CUDA:
         monkeypatch.setattr(cells, "find_symbols", search_by_pytorch)
     sinks, window, block, past = 3, 5, 8, (n + 40, 2 * n + 9, 0, n + n // 2)

@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 import torch
+from fastcore.basics import patch
 
 from .. import checks
 from .store import KVStore, append_by_host, replace_tiles
@@ -95,29 +96,6 @@ class DecayStore(KVStore):
             _move(young, old, tiles, at)
         super().evict(last, lambda: setattr(older, "length", last))
 
-    # --- what a store does, in two
-
-    def read(
-        self,
-        first: int | None = None,
-        last: int | None = None,
-        framed: bool = False,  # keys as `Part.into_frame` gave them
-    ):
-        """Decoded keys and values of positions [first, last), all that is held by default, as
-        `KVStore.read` gives them; those that are old as the coarser codes have them."""
-        first, edge = self.freed if first is None else first, self.offset
-        last = self.length if last is None else last
-        old = self.older.read(min(first, edge), min(last, edge), framed)
-        young = super().read(max(first, edge), max(last, edge), framed)
-        return tuple(torch.cat(pair, 2) for pair in zip(old, young))
-
-    def evict(self, before: int) -> None:
-        "Free whole tiles of positions below `before`, the older ones first."
-        older = self.older
-        older.evict(before)
-        if older.offset == older.length:
-            super().evict(before, lambda: vars(older).update(dict.fromkeys(_ENDS, self.offset)))
-
     @without_autograd
     def crop(
         self,
@@ -137,6 +115,33 @@ class DecayStore(KVStore):
     ) -> None:
         "Code all tokens again, young ones all of them."
         super().code_again(*states, lambda: vars(self.older).update(dict.fromkeys(_ENDS, 0)))
+
+# %% ../../nbs/15_store.ipynb #31a00101
+@patch
+def read(
+    self: DecayStore,
+    first: int | None = None,
+    last: int | None = None,
+    framed: bool = False,  # keys as `Part.into_frame` gave them
+):
+    """Decoded keys and values of positions [first, last), all that is held by default, as
+    `KVStore.read` gives them; those that are old as the coarser codes have them."""
+    first, edge = self.freed if first is None else first, self.offset
+    last = self.length if last is None else last
+    old = self.older.read(min(first, edge), min(last, edge), framed)
+    young = super(DecayStore, self).read(max(first, edge), max(last, edge), framed)
+    return tuple(torch.cat(pair, 2) for pair in zip(old, young))
+
+
+@patch
+def evict(self: DecayStore, before: int) -> None:
+    "Free whole tiles of positions below `before`, the older ones first."
+    older = self.older
+    older.evict(before)
+    if older.offset == older.length:
+        super(DecayStore, self).evict(
+            before, lambda: vars(older).update(dict.fromkeys(_ENDS, self.offset))
+        )
 
 # %% ../../nbs/15_store.ipynb #31a0000e
 def store_class(recipe: Recipe) -> type:

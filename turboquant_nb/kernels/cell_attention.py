@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .decode import SplitRule, tl, triton
-from .encode import is_interpreted
+from .encode import is_interpreted, launch
 
 # %% ../../nbs/reference/kernels_cell_attention.ipynb #45b00071
 @triton.jit
@@ -125,7 +125,9 @@ def list_work(
     if of not in known:
         memory = torch.empty(2 + batch + items, dtype=torch.int32, device=lengths.device)
         n = 1024 if is_interpreted() else 64
-        _work_kernel[(-(-items // n),)](
+        launch(
+            _work_kernel,
+            (-(-items // n),),
             LENGTH=lengths,
             WORK=memory,
             batch=batch,

@@ -1257,6 +1257,10 @@ class SplitRule(NamedTuple):
             1, -(-(coded if self.visible is None else min(coded, self.visible)) // self.tile)
         )
         each = -(-tiles // max(1, round(self.programs / self.rows)))
+        # of few programs more is used with one tile each; of many, what comes before and after
+        # a tile takes longer than the tile
+        if each == 1 and tiles * self.rows > 0.7 * self.programs:
+            each = 2
         return -(-tiles // each)
 
 

@@ -837,7 +837,7 @@ def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.cons
     """What `_mean_coefficients` needs, loaded before anything waits: channel pairs of Q query
     rows and of the mean of their head, and the angles of where its tiles begin; [HP, Q] and
     [HP, 1]."""
-    L: gl.constexpr = gl.SliceLayout(0, G.LC)
+    L: gl.constexpr = G.LMEAN
     place = gl.arange(0, G.HP, layout=gl.SliceLayout(1, L))
     e = _pair_at(place, G)
     b, h = part.b, part.h
@@ -867,23 +867,50 @@ def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.cons
             still += gl.sum(x * y.to(gl.float32)[:, None], 0)
     return q1, q2, m1, m2, cos, sin, still
 
+# %% ../../nbs/20_tensor_cores.ipynb #a6c2a7a1
+# two numbers up to 32767 as int16 in a word, and back
+_PACK = gl.constexpr("""{ .reg .b32 x, y; cvt.rni.s32.f32 x, $1; cvt.rni.s32.f32 y, $2;
+ prmt.b32 $0, x, y, 0x5410; }""")
+_UNPACK = gl.constexpr("""{ .reg .b16 x, y; mov.b32 {x, y}, $2; cvt.rn.f32.s16 $0, x;
+ cvt.rn.f32.s16 $1, y; }""")
+
 
 @gluon.jit
-def _mean_coefficients(COEFFICIENTS, inputs, factor, G: gl.constexpr):
+def _packed(x, y):
+    "Two numbers, in 32767ths, in a word."
+    return gl.inline_asm_elementwise(
+        _PACK, "=r,f,f", [x, y], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _unpacked(x):
+    "Anew in each tile: as fp32 they would fill twice as many registers."
+    return gl.inline_asm_elementwise(
+        _UNPACK, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _mean_coefficients(room, inputs, factor, G: gl.constexpr):
     """Coefficients at 127.5 tokens after the position of the angles modulo 256, of cosines, of
-    sines and of cosines negated, as multiples of what is returned, to shared memory; returned
-    too: the product of channels that RoPE leaves alone."""
+    sines and of cosines negated, in the room given, of 8 rows in words; of what they are
+    multiples; and the product of channels that RoPE leaves alone."""
     q1, q2, m1, m2, cos, sin, still = inputs
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
     a, o = x * cos + y * sin, y * cos - x * sin
     top = gl.max(gl.abs(a) + gl.abs(o), 0)  # no rotation makes a coefficient larger
     top = gl.where(top > 1e-30, top, 1.0)
     unit = (1.0 / top)[None, :]
-    COEFFICIENTS.index(0).store(a * unit)
-    COEFFICIENTS.index(1).store(o * unit)
-    COEFFICIENTS.index(2).store(-a * unit)
+    if G.Q == 4:
+        room.index(0).store(a * unit)
+        room.index(1).store(o * unit)
+        room.index(2).store(-a * unit)
+    else:
+        room = _packed(a * (unit * 32767), o * (unit * 32767))
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
-    return gl.convert_layout(top * factor, column), gl.convert_layout(still * factor, column)
+    top, still = (top * factor, still * factor)
+    return room, gl.convert_layout(top, column), gl.convert_layout(still, column)
 
 # %% ../../nbs/20_tensor_cores.ipynb #d30c5663
 # two fp32 as hi and as lo, each two fp16 in a register
@@ -949,16 +976,12 @@ def _slow_sums(high, low, NEAR, odd: gl.constexpr, G: gl.constexpr):
     "What slow pairs give to even or to odd functions, [2Q, 8], as two fp16."
     shares, rest = _shares(NEAR, 2 * odd, G), _shares(NEAR, 2 * odd + 1, G)
     sums = gl.zeros([16, 8], gl.float32, layout=G.LM)
-    if G.Q == 4:  # both halves are rows of one operand
-        x = gl.reshape(gl.permute(gl.join(high, low), [0, 1, 3, 2]), [2, G.HP, 8])
-        x = _rows(x, G)
-        sums = mma_v2(x, shares, mma_v2(x, rest, sums))
-        a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
-        sums = a + b
-    else:
-        x = _rows(high, G)
-        sums = mma_v2(x, shares, mma_v2(x, rest, mma_v2(_rows(low, G), shares, sums)))
-    return _halves(sums)
+    # both halves are rows of one operand
+    x = gl.reshape(gl.permute(gl.join(high, low), [0, 1, 3, 2]), [2, G.HP, 8])
+    x = _rows(x, G)
+    sums = mma_v2(x, shares, mma_v2(x, rest, sums))
+    a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
+    return _halves(a + b)
 
 
 @gluon.jit
@@ -979,9 +1002,8 @@ def _near_operand(AT, COLUMNS: gl.constexpr, layout: gl.constexpr, G: gl.constex
 
 
 @gluon.jit
-def _even_odd(NEAR, block, fast, slow, G: gl.constexpr):
-    "E + O and E - O of 16 positions, [16, Q]."
-    at = NEAR + block * (16 * G.NEAR_ROW)
+def _even_odd_4(at, fast, slow, G: gl.constexpr):
+    "E and O of 16 positions, whose tables begin there, [16, 4] each."
     cos = _near_operand(at, G.FP, G.LN, G)
     high, low, sines = fast
     sums = mma_v2(cos, low, gl.zeros([16, 2 * G.Q], gl.float32, layout=G.LM))
@@ -989,25 +1011,20 @@ def _even_odd(NEAR, block, fast, slow, G: gl.constexpr):
     sums = mma_v2(_near_operand(at + 16 * G.FP, G.FP, G.LN, G), sines, sums)
     functions = _near_operand(at + 32 * G.FP, 16, G.LS, G)
     sums = mma_v2(functions, slow[0], mma_v2(functions, slow[1], sums))
-    even, odd = gl.split(gl.reshape(sums, [16, G.Q, 2]))
-    return even + odd, even - odd
+    return gl.split(gl.reshape(sums, [16, G.Q, 2]))
 
 
 @gluon.jit
 def _far_angles(FAR, tile, G: gl.constexpr):
     "Cosines and sines of the place of a tile, by whole tiles: [HP] each."
-    row = (
-        FAR
-        + (257 + tile) * (2 * G.HP)
-        + gl.arange(0, G.HP, layout=gl.SliceLayout(0, gl.SliceLayout(2, G.LC)))
-    )
+    row = FAR + (257 + tile) * (2 * G.HP) + gl.arange(0, G.HP, layout=G.LFAR)
     return gl.load(row), gl.load(row + G.HP)
 
-# %% ../../nbs/20_tensor_cores.ipynb #549025c1
+# %% ../../nbs/20_tensor_cores.ipynb #549025d0
 @gluon.jit
-def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr):
-    """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
-    `_mean_coefficients` returned."""
+def _operands_4(COEFFICIENTS, NEAR, far, G: gl.constexpr):
+    """Of 4 rows: coefficients of fast pairs, and what slow ones give to functions, as two fp16,
+    in columns for cosines and columns for sines."""
     B: gl.constexpr = gl.DotOperandLayout(1, G.LM, 2)
     cos, sin = far[0][None, :, None], far[1][None, :, None]
     both: gl.constexpr = [2, G.HP, G.Q]
@@ -1031,6 +1048,91 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr):
         _kept(_slow_operand(even_high, odd_high, B, G.Q), own),
         _kept(_slow_operand(even_low, odd_low, B, G.Q), own),
     )
+    return fast, slow
+
+# %% ../../nbs/20_tensor_cores.ipynb #549025d2
+@gluon.jit
+def _fast_8(x, G: gl.constexpr):
+    "Of coefficients, fp16 [HP, 8], those of fast pairs, as operand B."
+    y = gl.permute(gl.reshape(x, [4, G.HP // G.FP, G.FP // 4, 8]), [0, 2, 3, 1])
+    if G.HP == 4 * G.FP:
+        y, _ = gl.split(gl.reshape(y, [4, G.FP // 4, 8, 2, 2]))
+        y, _ = gl.split(y)
+    elif G.HP == 2 * G.FP:
+        y, _ = gl.split(y)
+    y = gl.reshape(y, [4, G.FP // 16, 2, 2, 2, 2, 2])
+    y = gl.reshape(gl.permute(y, [1, 2, 0, 3, 5, 6, 4]), [G.FP, 8])
+    return gl.convert_layout(y, gl.DotOperandLayout(1, G.LM, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _slow_8(x, NEAR, odd: gl.constexpr, G: gl.constexpr):
+    """What slow pairs give to even or to odd functions, of coefficients as two fp16 [HP, 8]:
+    both parts, as operand B [16, 8]."""
+    shares, rest = _shares(NEAR, 2 * odd, G), _shares(NEAR, 2 * odd + 1, G)
+    y = gl.reshape(gl.join(x[0], x[1]), [4, G.HP // 16, 2, 2, 2, 2, 2, 2])
+    y = gl.reshape(gl.permute(y, [7, 5, 6, 4, 1, 2, 0, 3]), [16, G.HP])
+    y = gl.convert_layout(y, gl.DotOperandLayout(0, G.LM, 2), assert_trivial=True)
+    sums = gl.zeros([16, 8], gl.float32, layout=G.LM)
+    sums = mma_v2(y, shares, mma_v2(y, rest, sums))
+    a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
+    high, low = _halves(a + b)
+    y = gl.reshape(gl.permute(gl.join(high, low), [2, 1, 0]), [16, 8])
+    return gl.convert_layout(y, gl.DotOperandLayout(1, G.LM, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _operands_8(coefficients, NEAR, far, G: gl.constexpr):
+    """The same of 8 rows, which fill the columns of a product: cosines and sines have products
+    of their own."""
+    a, o = _unpacked(coefficients)
+    cos, sin = far[0][:, None] * (1 / 32767), far[1][:, None] * (1 / 32767)
+    even, odd = _halves(a * cos + o * sin), _halves(o * cos - a * sin)
+    fast = _fast_8(even[0], G), _fast_8(even[1], G), _fast_8(odd[0], G)
+    return fast, (_slow_8(even, NEAR, 0, G), _slow_8(odd, NEAR, 1, G))
+
+# %% ../../nbs/20_tensor_cores.ipynb #549025d3
+@gluon.jit
+def _twice(x, G: gl.constexpr):
+    "Even or odd functions at 16 positions, [16, 8], for both parts of their sums: operand A."
+    y = gl.reshape(gl.permute(gl.join(x, x), [0, 2, 1]), [16, 16])
+    return gl.convert_layout(y, gl.DotOperandLayout(0, G.LM, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _even_odd_8(at, fast, slow, G: gl.constexpr):
+    "E and O of 16 positions, [16, 8] each, of rows in the order of bits 1, 0, 2."
+    cos = _near_operand(at, G.FP, G.LN, G)
+    sin = _near_operand(at + 16 * G.FP, G.FP, G.LN, G)
+    functions = gl.load(at + 32 * G.FP + gl.arange(0, 256, layout=G.LS))
+    functions = gl.permute(gl.reshape(functions, [8, 4, 2, 2, 2]), [3, 0, 1, 4, 2])
+    even, odd = gl.split(functions)  # [2, 8, 4, 2]
+    zeros = gl.zeros([16, 8], gl.float32, layout=G.LM)
+    e = mma_v2(cos, fast[0], mma_v2(cos, fast[1], zeros))
+    o = mma_v2(sin, fast[2], zeros)
+    e = mma_v2(_twice(gl.reshape(even, [16, 8]), G), slow[0], e)
+    return e, mma_v2(_twice(gl.reshape(odd, [16, 8]), G), slow[1], o)
+
+
+@gluon.jit
+def _even_odd(NEAR, block, fast, slow, G: gl.constexpr):
+    "E + O and E - O of 16 positions, [16, Q]."
+    at = NEAR + block * (16 * G.NEAR_ROW)
+    if G.Q == 4:
+        even, odd = _even_odd_4(at, fast, slow, G)
+    else:
+        even, odd = _even_odd_8(at, fast, slow, G)
+    return even + odd, even - odd
+
+# %% ../../nbs/20_tensor_cores.ipynb #549025c1
+@gluon.jit
+def _mean_scores(coefficients, NEAR, far, G: gl.constexpr):
+    """What a pre-RoPE mean adds to the scores of a tile, [256, Q], as multiples of what
+    `_mean_coefficients` returned."""
+    if G.Q == 4:
+        fast, slow = _operands_4(coefficients, NEAR, far, G)
+    else:
+        fast, slow = _operands_8(coefficients, NEAR, far, G)
     u0, d0 = _even_odd(NEAR, 0, fast, slow, G)
     u1, d1 = _even_odd(NEAR, 1, fast, slow, G)
     u2, d2 = _even_odd(NEAR, 2, fast, slow, G)
@@ -1059,6 +1161,9 @@ def _mean_scores(COEFFICIENTS, NEAR, far, G: gl.constexpr):
     # bit 0, bits 3-5, query, bits 1, 2, 6, 7
     y = gl.reshape(gl.join(down, up), [2, 8, G.Q, 2, 2, 2, 2])
     y = gl.reshape(gl.permute(y, [6, 5, 1, 4, 3, 0, 2]), [256, G.Q])
+    if G.Q == 8:
+        y = gl.permute(gl.reshape(y, [256, 2, 2, 2]), [0, 3, 1, 2])
+        y = gl.reshape(y, [256, G.Q])
     return gl.convert_layout(y, G.LF, assert_trivial=True)
 
 # %% ../../nbs/20_tensor_cores.ipynb #f98c3141
@@ -1084,15 +1189,12 @@ class _Query(NamedTuple):
 
 @gluon.jit
 def _softmax_step(
-    F, ks, vs, bias, t, token, m, total, query, span, HOW: gl.constexpr, G: gl.constexpr
+    f, ks, vs, bias, t, token, m, total, query, span, HOW: gl.constexpr, G: gl.constexpr
 ):
     """Scores of a tile -> weights times value scales [256, Q], the new maximum and total, and
     by how much the old ones shrink."""
     qs = query.unit
     Q: gl.constexpr = G.Q
-    f = F._reinterpret(gl.float32, [32, 8 * Q], G.LSH).load(
-        G.LF2
-    )  # [(c, half, i1, i0), (g, q)]
     f = gl.permute(gl.reshape(f, [4, 2, 2, 2, 8, Q]), [2, 3, 4, 0, 1, 5])
     f = (
         gl.convert_layout(gl.reshape(f, [256, Q]), G.LF, assert_trivial=True)
@@ -1195,24 +1297,42 @@ def _finish(ACC, R, O, out_row, total, v_step, FAST: gl.constexpr, G: gl.constex
 # %% ../../nbs/20_tensor_cores.ipynb #c9f28a4a
 @gluon.jit
 def _key_pieces(
-    memory, F, V, pages, t, turn, query, table, PAGED: gl.constexpr, G: gl.constexpr
+    memory,
+    F,
+    V,
+    pages,
+    t,
+    turn,
+    query,
+    table,
+    PART: gl.constexpr,
+    PAGED: gl.constexpr,
+    G: gl.constexpr,
 ):
-    """Scores of a tile, piece by piece, to F; each slot that is free again takes a piece of the
-    values. Where these are chained, the last one comes first."""
-    for c in range(G.NK):
+    """Scores of a part of a tile, piece by piece, to F; each slot that is free again takes a
+    piece of the values. Where these are chained, the last one comes first."""
+    N: gl.constexpr = G.NK // G.PARTS
+    for i in range(N):
+        c = PART * N + i
         cp.wait_group(G.NK - 1)
         slot, piece = c, c
         if G.VX:
             slot, piece = (c + turn) % G.NK, (c + G.NV - 1) % G.NV
         for r in gl.static_range(G.RK):
             w = _fetch(memory.k_ring, slot, r, G.KB, G.LK, G.PL, G.RK)
-            F.index(c * G.RK + r).store(_scores(w, query.lo, query.hi, table, G))
+            F.index(i * G.RK + r).store(_scores(w, query.lo, query.hi, table, G))
         if c < G.NV:
             _copy_v(memory.v_ring, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
             cp.commit_group()
 
 
+@gluon.jit
+def _scores_in(F, G: gl.constexpr):
+    "Scores of a part of a tile: [(c, half, i1, i0), (g, q)]."
+    return F._reinterpret(gl.float32, [32 // G.PARTS, 8 * G.Q], G.LSH).load(G.LF2)
+
+# %% ../../nbs/20_tensor_cores.ipynb #c9f28a51
 @gluon.jit
 def _value_pieces(
     memory, K, pages, t, span, turn, weights, table, PAGED: gl.constexpr, G: gl.constexpr
@@ -1329,7 +1449,7 @@ def _no_sums(sums, G: gl.constexpr):
 class _Mean(NamedTuple):
     "What a program needs to add a pre-RoPE mean to scores; without one nothing of it is read."
 
-    coefficients: object  # in shared memory
+    coefficients: object  # in shared memory; of 8 rows, words
     near: object  # angles in a tile
     far: object  # angles of tiles
     first: object  # position of the first stored token in its sequence
@@ -1343,7 +1463,8 @@ def _mean_room(START, part, offset, HOW: gl.constexpr, G: gl.constexpr):
     first = offset
     room = 0
     if HOW.FUSED:
-        room = gl.allocate_shared_memory(gl.float32, [3, G.HP, G.Q], G.SC)
+        if G.Q == 4:
+            room = gl.allocate_shared_memory(gl.float32, [3, G.HP, G.Q], G.SC)
         if HOW.HAS_START:
             first -= gl.load(START + part.b).to(gl.int32)
     return room, first
@@ -1354,7 +1475,7 @@ def _mean(room, NEAR, FAR, first, inputs, factor, query, HOW: gl.constexpr, G: g
     "The `_Mean` of what `_mean_inputs` loaded."
     top, still = query.shift, query.shift
     if HOW.FUSED:
-        top, still = _mean_coefficients(room, inputs, factor, G)
+        room, top, still = _mean_coefficients(room, inputs, factor, G)
         some = query.unit > 1e-30  # of smaller ones nothing is left, and no quotient is finite
         top = gl.where(some, top / query.unit, 0.0)
         still = gl.where(some, still / query.unit, 0.0)
@@ -1379,18 +1500,26 @@ def _tile(
     if HOW.FUSED:
         # here, so that the scores of codes do not wait for it
         far = _far_angles(mean.far, t + (mean.first >> 8), G)
-    # here, so that others may use its bytes later
-    F = gl.allocate_shared_memory(gl.float32, [4, 8, 8 * G.Q], G.LSH)
     turn = 0
     if G.VX:
         turn = (t - span.begin) % G.NV
-    _key_pieces(memory, F, value.planes, pages, t, turn, query, table_k, HOW.PAGED, G)
+    # here, so that others may use its bytes later
+    F = gl.allocate_shared_memory(gl.float32, [4 // G.PARTS, 8, 8 * G.Q], G.LSH)
+    V = value.planes
+    _key_pieces(memory, F, V, pages, t, turn, query, table_k, 0, HOW.PAGED, G)
+    first = 0
+    if G.PARTS == 2:
+        first = _scores_in(F, G)
+        _key_pieces(memory, F, V, pages, t, turn, query, table_k, 1, HOW.PAGED, G)
     if HOW.FUSED:
         more = _mean_scores(mean.coefficients, mean.near, far, G) * mean.top[None, :]
         if 2 * G.H2 < G.D:
             more += mean.still[None, :]
+    f = _scores_in(F, G)
+    if G.PARTS == 2:
+        f = gl.reshape(gl.permute(gl.join(first, f), [2, 0, 1]), [32, 8 * G.Q])
     y, m, total, rescale = _softmax_step(
-        F, ks, vs, more, t, token, m, total, query, span, HOW, G
+        f, ks, vs, more, t, token, m, total, query, span, HOW, G
     )
     top, P = _weights(y, G)
     weights = P, top, rescale
@@ -1516,9 +1645,10 @@ class Form(SimpleNamespace):
     """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV
     halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows; RP byte rows of a page;
     NEAR tokens that lie together in a page and in a lane; lanes with C runs of W words; H2
-    channel pairs of RoPE, HP padded; PL slots of a block; KX, VX whether levels are those of
-    windows, and then how these are read and the places VP of the values) and the layouts L*:
-    which lane and register holds what. All are constexprs."""
+    channel pairs of RoPE, HP padded; PL slots of a block; PARTS of a tile whose scores come one
+    after the other; KX, VX whether levels are those of windows, and then how these are read and
+    the places VP of the values) and the layouts L*: which lane and register holds what. All are
+    constexprs."""
 
     __hash__, __eq__ = object.__hash__, object.__eq__  # one object per form, see `decode_form`
 
@@ -1554,7 +1684,10 @@ def decode_form(
     )
     pieces = dict(NK=NK, NV=NK, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key.bits, value.bits))
     pieces |= dict(NEAR=min(8, page // 4))
-    layouts = _byte_layouts(HK, W, C, rows) | _float_layouts(HK, HV, NK * RV, rows)
+    # scores of 8 rows in two parts where 8 programs fit on a multiprocessor by that
+    parts = 2 if rows == 8 and HK == 64 and max(key.bits, value.bits) == 4 else 1
+    pieces |= dict(PARTS=parts)
+    layouts = _byte_layouts(HK, W, C, rows) | _float_layouts(HK, HV, NK * RV, rows, parts)
     pairs = padded_size(rotary // 2)
     sizes |= dict(H2=rotary // 2, HP=pairs, FP=fast_pairs(pairs))
     sizes |= dict(NEAR_ROW=2 * fast_pairs(pairs) + 16)
@@ -1600,7 +1733,7 @@ def _byte_layouts(HK: int, W: int, C: int, rows: int) -> dict:
     )
 
 
-def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
+def _float_layouts(HK: int, HV: int, blocks: int, rows: int, parts: int) -> dict:
     "Scores, weights, accumulators and rotated vectors."
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     more = [[0, x] for x in _powers(4, (rows // 4).bit_length() - 1)]  # rows beyond four
@@ -1619,7 +1752,11 @@ def _float_layouts(HK: int, HV: int, blocks: int, rows: int) -> dict:
         LF=linear(tokens + more, [*column, [8, 0], [16, 0], [32, 0]], [256, rows]),
         LO=linear([[8, 0], [16, 0]] + more, column + groups, [32, rows]),
         LA=linear([[1, 0], [2, 0]] + more, lanes, [4, 8 * rows]),
-        LF2=linear([[4, 0], [8, 0], [16, 0], [1, 0], [2, 0]] + more, lanes, [32, 8 * rows]),
+        LF2=linear(
+            [[4, 0], [8, 0], *[[16, 0]][: 2 - parts], [1, 0], [2, 0]] + more,
+            lanes,
+            [32 // parts, 8 * rows],
+        ),
         LACC=linear(pieces + more, lanes, [4 * blocks, 8 * rows]),
         LQ=apart(HK),
         LQA=near(2 * HK),
@@ -1633,14 +1770,20 @@ def _mean_layouts(pairs: int, rows: int) -> dict:
     """Coefficients of a pre-RoPE mean (cosines or sines, channel pair, query), and where they
     lie in shared memory; a block of the table of angles, what pairs give to functions."""
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
-    more = [[0, 0, x] for x in _powers(4, (rows // 4).bit_length() - 1)]
-    near = [[0, x, 0] for x in _powers(1, (pairs // 4).bit_length() - 1)]
-    lanes = [[0, pairs // 4, 0], [0, pairs // 2, 0], [1, 0, 0], [0, 0, 1], [0, 0, 2]]
+    near = _powers(1, (pairs // 4).bit_length() - 1)
+    if rows == 4:
+        lanes = [[0, pairs // 4, 0], [0, pairs // 2, 0], [1, 0, 0], [0, 0, 1], [0, 0, 2]]
+        LC = linear([[0, x, 0] for x in near], lanes, [2, pairs, 4])
+        LMEAN = gl.SliceLayout(0, LC)
+        own = dict(LC=LC, LMEAN=LMEAN, LFAR=gl.SliceLayout(0, gl.SliceLayout(2, LC)))
+    else:
+        lanes = [[pairs // 4, 0], [pairs // 2, 0], [0, 4], [0, 1], [0, 2]]
+        LMEAN = linear([[x, 0] for x in near], lanes, [pairs, 8])
+        own = dict(LMEAN=LMEAN, LFAR=gl.SliceLayout(1, LMEAN))
     fast = fast_pairs(pairs)
     steps = [[x] for x in _powers(256, (fast // 16).bit_length() - 1)]
     shares = [[x] for x in _powers(1, (pairs // 4).bit_length() - 1)]
-    return dict(
-        LC=linear(near + more, lanes, [2, pairs, rows]),
+    return own | dict(
         SC=gl.SwizzledSharedLayout(4, 1, 4, [0, 1]),
         SC2=gl.SwizzledSharedLayout(4, 1, 4, [1, 2, 0]),
         LN=linear([[1], [2], [4], *steps], [[x] for x in _powers(8, 5)], [16 * fast]),

@@ -6,11 +6,11 @@
 __all__ = ['MATRIX_PARTS', 'READY', 'RotationOperand', 'CodedSide', 'packed_order', 'CodingConstants', 'hold_matrix', 'load_mean',
            'rotate_rows', 'half_table', 'load_table', 'measure_pairs', 'CodedTensors', 'find_cell', 'cell_planes',
            'plane_bytes', 'load_older', 'store_planes', 'CodedCall', 'CallForm', 'tile_kernel', 'is_interpreted',
-           'DeviceProperties', 'device_properties', 'device_refuses', 'is_current', 'strides', 'Launch', 'Launcher',
-           'RowTokens', 'find_rows', 'chain_places', 'between_steps', 'leave_vectors', 'take_symbols', 'code_side',
-           'row_kernel', 'refuses', 'short_config', 'lacks_bf16', 'quantizer_tables', 'window_room', 'window_searches',
-           'search_few', 'rotated_mean', 'SidePlan', 'Place', 'StoreSizes', 'side_tensors', 'AppendPlan', 'shared_plan',
-           'prepare', 'encode_append', 'append']
+           'DeviceProperties', 'device_properties', 'device_refuses', 'is_current', 'strides', 'Launch',
+           'compiled_together', 'launch', 'Launcher', 'RowTokens', 'find_rows', 'chain_places', 'between_steps',
+           'leave_vectors', 'take_symbols', 'code_side', 'row_kernel', 'refuses', 'short_config', 'lacks_bf16',
+           'quantizer_tables', 'window_room', 'window_searches', 'search_few', 'rotated_mean', 'SidePlan', 'Place',
+           'StoreSizes', 'side_tensors', 'AppendPlan', 'shared_plan', 'prepare', 'encode_append', 'append']
 
 # %% ../../nbs/18_encode.ipynb #02770075
 from dataclasses import dataclass
@@ -732,6 +732,10 @@ def device_refuses(device: torch.device) -> str:
 # %% ../../nbs/18_encode.ipynb #40a00006
 import inspect
 import operator
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import reduce
 
 # %% ../../nbs/18_encode.ipynb #40e00007
@@ -766,6 +770,41 @@ class Launch(NamedTuple):
 
 # compiled kernels, by everything that Triton specialises on
 READY = {}
+_ASKING = ContextVar("kernels are asked for, not launched", default=False)
+
+
+@contextmanager
+def compiled_together():
+    """While this lasts, launches ask for their kernels and launch nothing; at its end all are
+    compiled, several at a time. Yields whether it is so: not where kernels are interpreted, nor
+    with a Triton that compiles one after the other. Triton releases Python's lock in all but a
+    fifth of a kernel's compilation."""
+    if is_interpreted() or not hasattr(triton, "AsyncCompileMode"):
+        yield False
+        return
+    asking = _ASKING.set(True)
+    try:
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            with triton.AsyncCompileMode(pool):
+                yield True
+    finally:
+        _ASKING.reset(asking)
+
+
+def launch(
+    kernel,  # of Triton or Gluon
+    grid: tuple,
+    *args,
+    **named,  # more of its arguments, and how Triton compiles it
+):
+    """Launch by Triton's own search; what was compiled, or None where nothing was, or kernels
+    are only asked for."""
+    if _ASKING.get():
+        kernel.warmup(*args, grid=grid, **named)
+        return None
+    return kernel[grid](*args, **named)
+
+
 # numbers that it does not
 _FLOATS = "scaling", "cap_at", "k_step", "v_step", "factor", "kfactor", "vfactor"
 _type = operator.attrgetter("dtype", "is_cpu")  # Triton refuses tensors that no GPU can reach
@@ -839,35 +878,39 @@ class Launcher:
         if compiled := READY.get(kind):
             compiled[grid](*args)
         else:
-            compiled = self.kernel[grid](*args, **options)
+            compiled = launch(self.kernel, grid, *args, **options)
             if compiled is not None:  # the interpreter compiles nothing
                 READY[kind] = compiled
         return Launch(compiled, grid, args, self.places, slots)
 
-    def launch_known(
-        self,
-        grid: tuple,  # three numbers
-        named: dict,  # arguments by name
-        ready: dict,  # compiled kernels by what `sizes` gives; changed in place
-        **options,  # how Triton compiles
-    ) -> None:
-        """Launch for who always has the same constants and types of tensors, and keeps what was
-        compiled for them in `ready`. Of tensors a compiled kernel gets the addresses."""
-        addresses = list(map(Tensor.data_ptr, self.tensors(named)))
-        kind = self.sizes(named, addresses)
-        if compiled := ready.get(kind):
-            compiled[grid](*self.ordered(named | dict(zip(self.names, addresses))))
-        elif compiled := self.kernel[grid](*self.ordered(named), **options):
-            ready[kind] = compiled
+# %% ../../nbs/18_encode.ipynb #cd60e651
+@patch
+def launch_known(
+    self: Launcher,
+    grid: tuple,  # three numbers
+    named: dict,  # arguments by name
+    ready: dict,  # compiled kernels by what `sizes` gives; changed in place
+    **options,  # how Triton compiles
+) -> None:
+    """Launch for who always has the same constants and types of tensors, and keeps what was
+    compiled for them in `ready`. Of tensors a compiled kernel gets the addresses."""
+    addresses = list(map(Tensor.data_ptr, self.tensors(named)))
+    kind = self.sizes(named, addresses)
+    if compiled := ready.get(kind):
+        compiled[grid](*self.ordered(named | dict(zip(self.names, addresses))))
+    elif compiled := launch(self.kernel, grid, *self.ordered(named), **options):
+        ready[kind] = compiled
 
-    def plain(
-        self,
-        grid: int,  # programs
-        named: dict,  # arguments by name
-        **options,  # how Triton compiles
-    ) -> None:
-        "Launch by Triton's own search."
-        self.kernel[(grid,)](*self.ordered(named), **options)
+
+@patch
+def plain(
+    self: Launcher,
+    grid: int,  # programs
+    named: dict,  # arguments by name
+    **options,  # how Triton compiles
+) -> None:
+    "Launch by Triton's own search."
+    launch(self.kernel, (grid,), *self.ordered(named), **options)
 
 # %% ../../nbs/18_encode.ipynb #226585ac
 class RowTokens(NamedTuple):
@@ -1541,32 +1584,6 @@ class AppendPlan:
             m, options = self.config
             self.config = min(m, 32), options
 
-    def named(
-        self,
-        k,  # [B, H, n, d_key], neighbouring channels side by side
-        v,  # [B, H, n, d_value], the same
-        sides: tuple,
-        shared: dict,
-        place: Place,
-    ) -> dict:
-        """Arguments by name. sides: `side_tensors` of keys and of values; shared: `MEAN`,
-        `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any tensor for what
-        is not needed)."""
-        key, value = sides
-        values = (
-            *(k, *k.stride()[:3], *self.key.fitted, *key),
-            *(v, *v.stride()[:3], *self.value.fitted, *value),
-        )
-        return dict(zip(_SIDES, values)) | dict(
-            **shared,
-            heads=k.shape[1],
-            first=place.first,
-            base=place.base,
-            n=k.shape[2],
-            limit=place.limit,
-            **self.constants,
-        )
-
     def launch(
         self,
         k,  # [B, H, n, d_key]
@@ -1580,6 +1597,34 @@ class AppendPlan:
         named["each"] = n = named["n"]
         form = self.short[place.on_device]
         self.launch_rows(named, k.shape[0] * n, form, self.options, self.ready)
+
+# %% ../../nbs/18_encode.ipynb #997641f1
+@patch
+def named(
+    self: AppendPlan,
+    k,  # [B, H, n, d_key], neighbouring channels side by side
+    v,  # [B, H, n, d_value], the same
+    sides: tuple,
+    shared: dict,
+    place: Place,
+) -> dict:
+    """Arguments by name. sides: `side_tensors` of keys and of values; shared: `MEAN`,
+    `COS_SIN`, `START`, `POSITION`, `FLAG` and `SLOTS` of the kernels (any tensor for what
+    is not needed)."""
+    key, value = sides
+    values = (
+        *(k, *k.stride()[:3], *self.key.fitted, *key),
+        *(v, *v.stride()[:3], *self.value.fitted, *value),
+    )
+    return dict(zip(_SIDES, values)) | dict(
+        **shared,
+        heads=k.shape[1],
+        first=place.first,
+        base=place.base,
+        n=k.shape[2],
+        limit=place.limit,
+        **self.constants,
+    )
 
 # %% ../../nbs/18_encode.ipynb #3d002e1f
 @patch

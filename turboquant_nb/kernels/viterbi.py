@@ -9,7 +9,7 @@ __all__ = ['find_few', 'find_symbols']
 import torch
 from torch import Tensor
 
-from .encode import device_properties, tl, triton
+from .encode import device_properties, launch, tl, triton
 from ..quant.codes import KERNELS
 from ..theory.trellis import FAR, REACH, UNIT, Trellis
 
@@ -224,7 +224,7 @@ def find_few(
     sizes = dict(N=n, NP=triton.next_power_of_2(n), S=trellis.states, BITS=bits)
     sizes |= dict(HELD=-(-trellis.length // bits) - 1, TURNS=1 + (trellis.start == "tail"))
     args = x, by_window, back, out, dot, square, *sizes.values()
-    _few_kernel[(count, 1, 1)](*args, num_warps=1)
+    launch(_few_kernel, (count, 1, 1), *args, num_warps=1)
 
 # %% ../../nbs/reference/kernels_viterbi.ipynb #be3da66a
 def find_symbols(
@@ -268,7 +268,9 @@ def find_symbols(
     programs = min(programs, -(-count // block))
     words = -(-trellis.states // (32 // (bits + bits // 3)))
     back = torch.empty(programs * n * words * block, dtype=torch.int32, device=x.device)
-    _viterbi_kernel[(programs,)](
+    launch(
+        _viterbi_kernel,
+        (programs,),
         x,
         levels,
         by_window,

@@ -195,6 +195,8 @@ RESIDUALS = {"sign": sign_code, "qjl": sketched_code}  # what makes a spec's cod
 # %% ../../nbs/12_codes.ipynb #dff37821
 from functools import cached_property
 
+from fastcore.basics import patch
+
 
 from .quantizer import Lut, Windows, register_code
 from ..theory.trellis import TRELLISES, Trellis, viterbi
@@ -207,12 +209,12 @@ def lane_order(
     sees; empty for head sizes that it does not chain."""
     return {64: (4, 3, 0, 1, 5, 2), 128: (5, 4, 0, 1, 3, 6, 2)}.get(d, ())
 
-# %% ../../nbs/12_codes.ipynb #ed010e85
+# %% ../../nbs/12_codes.ipynb #ed010e80
 # "encode": what finds symbols on a GPU, a function of (trellis, rows, levels, levels by
 # window); "few": the same in one launch, see page kernels_viterbi
 KERNELS = {}
 
-
+# %% ../../nbs/12_codes.ipynb #ed010e85
 class TrellisCode(Code):
     """Vectors of d channels by one trellis, chained in the order of `lane_order`. On a GPU the
     kernel of `KERNELS` finds the symbols."""
@@ -279,33 +281,41 @@ class TrellisCode(Code):
             return f"kernels read chains of {sizes}, got {self.trellis.bits} and {self.d}"
         return super().refuses(use)
 
-    def fit(self, u):
-        kernel = KERNELS.get("encode")
-        if not kernel or not u.is_cuda or torch.compiler.is_compiling():
-            return None
-        levels, _, order, place = self.tables
-        rows = self.trellis.rows(u.float()[..., order])
-        codes, *sums = kernel(self.trellis, rows, levels, self.windows.levels)
-        codes = codes.view(u.shape)[..., place]
-        return codes, *(x.view(u.shape[:-1]) for x in sums)
+# %% ../../nbs/12_codes.ipynb #ed010e91
+@patch
+def fit(self: TrellisCode, u):
+    kernel = KERNELS.get("encode")
+    if not kernel or not u.is_cuda or torch.compiler.is_compiling():
+        return None
+    levels, _, order, place = self.tables
+    rows = self.trellis.rows(u.float()[..., order])
+    codes, *sums = kernel(self.trellis, rows, levels, self.windows.levels)
+    codes = codes.view(u.shape)[..., place]
+    return codes, *(x.view(u.shape[:-1]) for x in sums)
 
-    def encode(self, u):
-        if fitted := self.fit(u):
-            return fitted[0]
-        levels, index, order, place = self.tables
-        rows = self.trellis.rows(u.float()[..., order])
-        windows, _ = viterbi(rows, levels, index, self.trellis.bits, self.trellis.start)
-        return self.trellis.symbols(windows).view(u.shape)[..., place]
 
-    def levels(self, codes, check_range=False):
-        if check_range:
-            checks.within(codes, "codes", 0, (1 << self.trellis.bits) - 1)
-        levels, index, order, place = self.tables
-        return levels[index[self.trellis.windows(codes[..., order])]][..., place]
+@patch
+def encode(self: TrellisCode, u):
+    if fitted := self.fit(u):
+        return fitted[0]
+    levels, index, order, place = self.tables
+    rows = self.trellis.rows(u.float()[..., order])
+    windows, _ = viterbi(rows, levels, index, self.trellis.bits, self.trellis.start)
+    return self.trellis.symbols(windows).view(u.shape)[..., place]
 
-    def nearest(self, u):
-        codes = self.encode(torch.from_numpy(u))
-        return codes.numpy().astype(np.intp), self.levels(codes).numpy()
+
+@patch
+def levels(self: TrellisCode, codes, check_range=False):
+    if check_range:
+        checks.within(codes, "codes", 0, (1 << self.trellis.bits) - 1)
+    levels, index, order, place = self.tables
+    return levels[index[self.trellis.windows(codes[..., order])]][..., place]
+
+
+@patch
+def nearest(self: TrellisCode, u):
+    codes = self.encode(torch.from_numpy(u))
+    return codes.numpy().astype(np.intp), self.levels(codes).numpy()
 
 # %% ../../nbs/12_codes.ipynb #eec424ad
 def _on_int8_grid(trellis: Trellis) -> Trellis:

@@ -41,6 +41,7 @@ from turboquant_nb.kernels.cell_attention import (
     past_cells,
 )
 from ..kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
+from ..kernels.encode import compiled_together
 from ..quant.calibration import Calibration, LayerFrame, load_calibration
 from ..quant.layers import needs_means
 from ..quant.codes import find_code, make_quantizer
@@ -785,6 +786,16 @@ def prepare(
     need, before the first one: an engine may watch what is compiled later, or forbid it."""
     if self.plan is None:
         return
+    how = dtype, drafts, recent, sinks, page_tokens, block
+    with compiled_together() as together:
+        if together:
+            self._try_steps(*how)
+    self._try_steps(*how)
+
+
+@patch
+def _try_steps(self: CodedAttention, dtype, drafts, recent, sinks, page_tokens, block) -> None:
+    "One launch of each kernel that `prepare` compiles."
     cell, device = self.plan.cell, self.plan.device
     dk, dv = cell.d_key, cell.d_value
     n = cell.tokens
