@@ -233,8 +233,8 @@ def _check_settings(max_length, backend, static, attention) -> None:
 
 
 def _check_chains(info: ModelInfo, recipes: list, device, backend: str) -> None:
-    """Raise ValueError for codes by windows that no kernel reads, on a GPU and unless PyTorch was
-    asked for: attention on them is slower than on what they stand for."""
+    """Raise ValueError for codes by windows that no kernel reads, on a GPU and unless PyTorch
+    was asked for: attention on them is slower than on what they stand for."""
     if device is None or device.type != "cuda" or backend == "torch":
         return
     for layer, recipe in zip(info.coded, recipes):
