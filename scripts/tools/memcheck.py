@@ -27,7 +27,8 @@ from turboquant_nb.kernels import blocks, encode as append, encode as encode_lau
 from turboquant_nb.kernels.cell_attention import LaunchOptions, decode_cells
 from turboquant_nb.kernels.cells import CellPlan, append_cells
 from turboquant_nb.kernels.cell_attention import past_cells
-from turboquant_nb.kernels.cells import append_recent, locate_sinks
+from turboquant_nb.kernels.cells import append_recent, locate_positions, locate_sinks
+from turboquant_nb.theory.centre import shared_cos_sin
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Quantizer, Spec
@@ -213,11 +214,16 @@ def random_cells(plan, heads, n):
 
 
 def plan_of(n, heads, d, k_bits, v_bits, centred):
+    "A centre of small blocks is one that RoPE turns."
+    turn = shared_cos_sin(0.8 ** torch.arange(d / 2), d, DEVICE) if centred and n < 64 else None
+    if turn:
+        turn.reach(3 * n)
     return CellPlan(
         Quantizer(Spec(k_bits), d, DEVICE),
         Quantizer(Spec(v_bits), d, DEVICE),
         n,
         torch.randn(heads, d) if centred else None,
+        turn,
     )
 
 
@@ -229,9 +235,8 @@ def cell_case(case):
     cache, table, lengths = random_cells(plan, heads, n)
     for row, first, count in ((0, 0, 3 * n), (1, 0, n + 3), (1, n + 3, 4)):
         t = torch.arange(first, first + count, device=DEVICE)
-        append_cells(
-            cache, plan, *states(2, count, heads, d), table[row][t // n].long() * n + t % n
-        )
+        slots = table[row][t // n].long() * n + t % n
+        append_cells(cache, plan, *states(2, count, heads, d), slots, t)
     q, k, v = (states(2 * m, h, d) for h in (group * heads, heads, heads))
     for kernel in dict.fromkeys((kernel_here("fragments"), "portable")):
         out, lse = decode_cells(
@@ -302,7 +307,9 @@ def sink_case(case):
             [0, *(end - begin).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE
         )
         origins = torch.empty(len(slots), sinks, dtype=torch.int32, device=DEVICE)
-        locate_sinks(rows, end.to(DEVICE, torch.int32), starts, slots, size, origins)
+        ends = end.to(DEVICE, torch.int32)
+        locate_sinks(rows, ends, starts, slots, size, origins)
+        locate_positions(ends, starts, torch.empty_like(slots, dtype=torch.int32))
         append_recent(near.cache, *states(2, len(slots), heads, d), slots, origins)
         begin = end
     found = near.read(near.places([*enumerate(begin.tolist())]), d)

@@ -452,7 +452,8 @@ def test_one_pass_over_a_protein(model, code):
         before, after = pseudo_log_likelihood(t, [a, mutated(a, both_at)])
         assert pseudo_log_likelihood(t, []).shape == (0,)
         mean = (-both[1:2] / len(b)).exp()
-        torch.testing.assert_close(pseudo_perplexity(t, [b]), mean)
+        # the model is fp32, and its sums are another batch's: exact on some processors alone
+        torch.testing.assert_close(pseudo_perplexity(t, [b]), mean, rtol=1e-5, atol=0)
         slow = float(pseudo_log_likelihood(t, [b], "masked"))
     (ids, _), loop = tokens([b]), 0.0
     for i in range(1, len(b) + 1):

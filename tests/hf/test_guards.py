@@ -13,10 +13,11 @@ peft = pytest.importorskip("peft")
 from transformers import DynamicCache
 
 from turboquant_nb.hf import TurboQuantCache, attention, enable
-from turboquant_nb.hf.model_info import weights_of
+from turboquant_nb.hf.cache import _check_chains
+from turboquant_nb.hf.model_info import ModelInfo, weights_of
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.cpu import Library
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.quant.quantizer import Spec
 from tests.helpers import QUIETLY, given_frame, prompt, refuses, tiny
 
@@ -272,6 +273,23 @@ def test_codes_that_heads_cannot_have_are_refused_where_a_cache_is_made(size, re
     with refuses(rf"d = {size}, in all layers: give these"):
         TurboQuantCache(model, recipe)
     TurboQuantCache(model, "k3v3")
+
+
+@pytest.mark.parametrize("size, read", ((80, False), (128, True)))
+def test_codes_that_no_kernel_reads_are_refused_on_a_gpu(size, read):
+    "Unless PyTorch is asked for: it attends to them far slower than to what they stand for."
+    info = ModelInfo(tiny("llama", head_dim=size))
+    recipes = [preset("k2v2-trellis")] * len(info.coded)
+    gpu = torch.device("cuda")
+    for device, backend in ((torch.device("cpu"), "auto"), (None, "auto"), (gpu, "torch")):
+        _check_chains(info, recipes, device, backend)
+    if read:
+        return _check_chains(info, recipes, gpu, "auto")
+    for backend in ("auto", "triton"):
+        with refuses(f"layer 0: .* got 2 and {size}. Without a kernel attention took 8 to 16"):
+            _check_chains(info, recipes, gpu, backend)
+    scalar = [preset("k2v2")] * len(info.coded)
+    _check_chains(info, scalar, gpu, "auto")
 
 
 def test_the_layers_that_cannot_are_named():
