@@ -938,16 +938,21 @@ def _kept(x, keep):
 
 
 @gluon.jit
-def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
-    "Of coefficients, fp16 [2, HP, Q], those of fast pairs, as operand B."
-    ROWS: gl.constexpr = [4, G.FP // 4, 2 * G.Q]
-    y = gl.permute(gl.reshape(x, [2, 4, G.HP // G.FP, G.FP // 4, G.Q]), [1, 3, 4, 0, 2])
+def _fast_ones(y, G: gl.constexpr):
+    "The fast pairs [4, FP // 4, 8] of [4, FP // 4, 8, HP // FP], where they come first."
     if G.HP == 4 * G.FP:
-        y, _ = gl.split(gl.reshape(y, ROWS + [2, 2]))
+        y, _ = gl.split(gl.reshape(y, [4, G.FP // 4, 8, 2, 2]))
         y, _ = gl.split(y)
     elif G.HP == 2 * G.FP:
-        y, _ = gl.split(gl.reshape(y, ROWS + [2]))
-    y = gl.reshape(y, [4, G.FP // 16, 2, 2, 2 * G.Q])
+        y, _ = gl.split(gl.reshape(y, [4, G.FP // 4, 8, 2]))
+    return y
+
+
+@gluon.jit
+def _fast_operand(x, G: gl.constexpr, operand: gl.constexpr):
+    "Of coefficients, fp16 [2, HP, 4], those of fast pairs, as operand B."
+    y = gl.permute(gl.reshape(x, [2, 4, G.HP // G.FP, G.FP // 4, G.Q]), [1, 3, 4, 0, 2])
+    y = gl.reshape(_fast_ones(y, G), [4, G.FP // 16, 2, 2, 2 * G.Q])
     y = gl.reshape(gl.permute(y, [1, 2, 0, 3, 4]), [G.FP, 2 * G.Q])
     return gl.convert_layout(y, operand, assert_trivial=True)
 
@@ -1055,12 +1060,7 @@ def _operands_4(COEFFICIENTS, NEAR, far, G: gl.constexpr):
 def _fast_8(x, G: gl.constexpr):
     "Of coefficients, fp16 [HP, 8], those of fast pairs, as operand B."
     y = gl.permute(gl.reshape(x, [4, G.HP // G.FP, G.FP // 4, 8]), [0, 2, 3, 1])
-    if G.HP == 4 * G.FP:
-        y, _ = gl.split(gl.reshape(y, [4, G.FP // 4, 8, 2, 2]))
-        y, _ = gl.split(y)
-    elif G.HP == 2 * G.FP:
-        y, _ = gl.split(y)
-    y = gl.reshape(y, [4, G.FP // 16, 2, 2, 2, 2, 2])
+    y = gl.reshape(_fast_ones(y, G), [4, G.FP // 16, 2, 2, 2, 2, 2])
     y = gl.reshape(gl.permute(y, [1, 2, 0, 3, 5, 6, 4]), [G.FP, 8])
     return gl.convert_layout(y, gl.DotOperandLayout(1, G.LM, 2), assert_trivial=True)
 

@@ -64,6 +64,11 @@ class LayerFrame:
         return {name: x for name, x in held.items() if x is not None}
 
     @property
+    def turns(self) -> bool:
+        "Whether it has a mean before RoPE, and RoPE's frequencies, so that no model is needed."
+        return self.mean is not None and self.inv_freq is not None
+
+    @property
     def center(self) -> str:
         "The centre that suits keys best, by its name in a `Spec`."
         names = {"pre_rope": self.mean, "fixed": self.fixed}

@@ -191,7 +191,7 @@ class ServingConfig:
     def turns(self) -> bool:
         "Whether a layer may have a centre that turns: positions of tokens are needed."
         found = self.calibration
-        known = found is not None and any(x.inv_freq is not None for x in found.frames)
+        known = found is not None and any(x.turns for x in found.frames)
         return known and self.recipe.key.center in ("auto", "pre_rope")
 
     def recent_block(
@@ -244,7 +244,7 @@ def calibrated(
         )
     frame = found.frames[layer].of_heads(heads) if found.frames else LayerFrame()
     named = None
-    if frame.inv_freq is None or d_key > _WIDEST:
+    if not frame.turns or d_key > _WIDEST:
         frame = replace(frame, mean=None)
     spec = self.recipe.settled(frame).key
     if found.transforms:
@@ -964,8 +964,7 @@ def mean_reasons(
 ) -> list:
     "Why a model is not served whose keys are far from 0."
     found = config.calibration
-    has = lambda x: x.fixed is not None or None not in (x.mean, x.inv_freq)
-    centred = found is not None and any(map(has, found.frames))
+    centred = found is not None and any(x.turns or x.fixed is not None for x in found.frames)
     centred = centred and config.recipe.key.center != "none"
     if not config.means or centred or not needs_means(model_config):
         return []
