@@ -166,6 +166,7 @@ from turboquant_nb.hf.model_info import (
     plan_layers,
     weights_of,
 )
+from .graphs import compile_ahead
 from .runner import StepRunner
 from ..quant.codes import find_code
 from ..quant.calibration import Calibration, load_calibration
@@ -495,6 +496,8 @@ class TurboQuantCache(Cache):
             )
         if known is not None:  # the host's count is the device's, which nobody waits for
             layer.store.length, layer.store.clock.known = known, True
+        if not layer.is_initialized and now.on_codes:
+            compile_ahead(layer, key_states, value_states, self.runner.wanted)
         try:
             return layer.update(key_states, value_states, *args, now=now, **kwargs)
         finally:

@@ -539,61 +539,60 @@ def _query_rows(sb, sh, sn, part, group, n, G: gl.constexpr):
     )
     return row_at, ok
 
+
+@gluon.jit
+def _channel_of(d, G: gl.constexpr):
+    "The channel at a place of both halves, padded, and whether there is one."
+    D: gl.constexpr = G.D
+    channel = gl.where(d < G.HK, d, d - G.HK + D // 2)
+    return channel, gl.where(d < G.HK, d < D // 2, channel < D)
+
+
+@gluon.jit
+def _query_inputs(QUERY, ROTATED, R, MU, rows, part, HOW: gl.constexpr, G: gl.constexpr):
+    """What `_queries` needs, loaded before the first codes are asked for, behind which it would
+    wait: queries, rotated ones, the first row of the rotation, the mean of their head."""
+    row_at, ok = rows
+    D: gl.constexpr = G.D
+    d = gl.arange(0, 2 * G.HK, layout=gl.SliceLayout(1, G.LQA))
+    x, y, r, mu = 0, 0, 0, 0
+    if HOW.FAST_K or HOW.MEAN_K:
+        there = (d[:, None] < D) & ok[None, :]
+        x = gl.load(QUERY + row_at[None, :] + d[:, None], mask=there, other=0.0)
+    if HOW.FAST_K:
+        r = gl.load(R + d)
+    else:
+        channel, real = _channel_of(d, G)
+        j = gl.arange(0, G.Q, layout=gl.SliceLayout(0, G.LQA))
+        here = (part.base * G.Q).to(gl.int64) + j[None, :]
+        here = ROTATED + here * D + channel[:, None]
+        y = gl.load(here, mask=real[:, None] & (j >= 0)[None, :], other=0.0)
+    if HOW.MEAN_K:
+        mu = gl.load(MU + part.h.to(gl.int64) * D + d, mask=d < D, other=0.0)
+    return x, y, r, mu
+
 # %% ../../nbs/20_tensor_cores.ipynb #58d9e085
 @gluon.jit
-def _queries(
-    QUERY, ROTATED, R, MU, rows, part, scaling, step, HOW: gl.constexpr, G: gl.constexpr
-):
+def _queries(inputs, scaling, step, HOW: gl.constexpr, G: gl.constexpr):
     """Rotated queries as int8 hi + lo/254, lower and upper half of the channels, [HK, 2Q];
     their steps; their products with the mean."""
-    row_at, ok = rows
-    row = (part.base * G.Q).to(gl.int64)
-    h = part.h
+    x, y, r, mu = inputs
     D: gl.constexpr = G.D
     HK: gl.constexpr = G.HK
     Q: gl.constexpr = G.Q
-    LQA: gl.constexpr = G.LQA
     LQ: gl.constexpr = G.LQ
-    d = gl.arange(0, 2 * HK, layout=gl.SliceLayout(1, LQA))
-    shift = gl.zeros([Q], gl.float32, layout=gl.SliceLayout(0, LQA))
+    shift = gl.zeros([Q], gl.float32, layout=gl.SliceLayout(0, G.LQA))
+    if HOW.FAST_K or HOW.MEAN_K:
+        x = x.to(gl.float32) * scaling
+    if HOW.MEAN_K:
+        shift = gl.sum(x * mu.to(gl.float32)[:, None], 0)
     if HOW.FAST_K:
-        x = (
-            gl.load(
-                QUERY + row_at[None, :] + d[:, None],
-                mask=(d[:, None] >= 0) & ok[None, :],
-                other=0.0,
-            ).to(gl.float32)
-            * scaling
-        )
-        if HOW.MEAN_K:
-            shift = gl.sum(x * gl.load(MU + h.to(gl.int64) * D + d).to(gl.float32)[:, None], 0)
         # first row of the rotation: the signs over the root of d
-        y = _low_stages(x * gl.load(R + d)[:, None], D, Q)
+        y = _low_stages(x * r[:, None], D, Q)
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
     else:
-        if HOW.MEAN_K:
-            x = (
-                gl.load(
-                    QUERY + row_at[None, :] + d[:, None],
-                    mask=(d[:, None] < D) & ok[None, :],
-                    other=0.0,
-                ).to(gl.float32)
-                * scaling
-            )
-            shift = gl.sum(
-                x
-                * gl.load(MU + h.to(gl.int64) * D + d, mask=d < D, other=0.0).to(gl.float32)[
-                    :, None
-                ],
-                0,
-            )
-        channel = gl.where(d < HK, d, d - HK + D // 2)
-        real = gl.where(d < HK, d < D // 2, channel < D)
-        j = gl.arange(0, Q, layout=gl.SliceLayout(0, LQA))
-        here = ROTATED + (row + j[None, :]) * D + channel[:, None]
-        y = gl.load(here, mask=real[:, None] & (j >= 0)[None, :], other=0.0) * scaling
         # loaded in LQ at once, Triton 3.6 mixes channels up where HK = 32
-        y = gl.convert_layout(y, G.LQB)
+        y = gl.convert_layout(y * scaling, G.LQB)
     lower, upper = gl.split(gl.permute(gl.reshape(y, [2, HK, Q]), [1, 2, 0]))
     lower = gl.convert_layout(lower, LQ)
     upper = gl.convert_layout(upper, LQ)
@@ -851,12 +850,12 @@ def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.cons
     at = q[None, :] + e[:, None]
     m = M + h.to(gl.int64) * G.D + e
     ok = (e < G.H2)[:, None] & (j < group * n)[None, :]
-    q1 = gl.load(at, mask=ok, other=0.0).to(gl.float32)
-    q2 = gl.load(at + G.H2, mask=ok, other=0.0).to(gl.float32)
-    m1 = gl.load(m, mask=e < G.H2, other=0.0).to(gl.float32)[:, None]
-    m2 = gl.load(m + G.H2, mask=e < G.H2, other=0.0).to(gl.float32)[:, None]
+    q1 = gl.load(at, mask=ok, other=0.0)
+    q2 = gl.load(at + G.H2, mask=ok, other=0.0)
+    m1 = gl.load(m, mask=e < G.H2, other=0.0)
+    m2 = gl.load(m + G.H2, mask=e < G.H2, other=0.0)
     row = FAR + (begin_at & 255) * (2 * G.HP) + place
-    cos, sin = gl.load(row)[:, None], gl.load(row + G.HP)[:, None]
+    cos, sin = gl.load(row), gl.load(row + G.HP)
     still = gl.zeros([G.Q], gl.float32, layout=gl.SliceLayout(0, L))
     if 2 * G.H2 < G.D:
         for first in gl.static_range(2 * G.H2, G.D, G.HP):
@@ -897,6 +896,9 @@ def _mean_coefficients(room, inputs, factor, G: gl.constexpr):
     sines and of cosines negated, in the room given, of 8 rows in words; of what they are
     multiples; and the product of channels that RoPE leaves alone."""
     q1, q2, m1, m2, cos, sin, still = inputs
+    q1, q2 = q1.to(gl.float32), q2.to(gl.float32)
+    m1, m2 = m1.to(gl.float32)[:, None], m2.to(gl.float32)[:, None]
+    cos, sin = cos[:, None], sin[:, None]
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
     a, o = x * cos + y * sin, y * cos - x * sin
     top = gl.max(gl.abs(a) + gl.abs(o), 0)  # no rotation makes a coefficient larger
@@ -1393,7 +1395,8 @@ def _scales_of(side, page, inside, G: gl.constexpr):
     "Scales of the tokens of a tile: by their pages, and their places in these."
     SCALES, first, step = side
     at = first + page * step + inside
-    return gl.load(SCALES + gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR))
+    at = SCALES + gl.max_contiguous(gl.multiple_of(at, G.NEAR), G.NEAR)
+    return gl.load(at, cache_modifier=".cg")  # read once: L1 is for the tables of the mean
 
 # %% ../../nbs/20_tensor_cores.ipynb #a584d321
 class _Memory(NamedTuple):
@@ -1619,6 +1622,12 @@ def fragments_kernel(
     key = _side_at(KCELLS, KSCALES, part.b, part.h, kcb, kch, kct, KA)
     value = _side_at(VCELLS, VSCALES, part.b, part.h, vcb, vch, vct, VA)
     room, first = _mean_room(START, part, offset, HOW, G)
+    inputs = 0
+    if FUSED:
+        inputs = _mean_inputs(QUERY, MK, FAR, sb, sh, sn, part, n, group, first, G)
+    given = 0
+    if G.HK <= 128:  # of more channels they would fill all registers
+        given = _query_inputs(QUERY, ROTATED, RK_, MK, rows, part, HOW, G)
     for i in range(G.NK):
         _copy_k(memory.k_ring, i, i, key.planes, pages, begin, begin < end, PAGED, G)
     words_k, words_v = _words(TABLE), _words(TABLE + 4)
@@ -1626,10 +1635,9 @@ def fragments_kernel(
     bias = BIAS, bias_stride, part.base, _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    inputs = 0
-    if FUSED:
-        inputs = _mean_inputs(QUERY, MK, FAR, sb, sh, sn, part, n, group, first, G)
-    found = _queries(QUERY, ROTATED, RK_, MK, rows, part, scaling, k_step, HOW, G)
+    if G.HK > 128:
+        given = _query_inputs(QUERY, ROTATED, RK_, MK, rows, part, HOW, G)
+    found = _queries(given, scaling, k_step, HOW, G)
     # here, so that these loads wait together with those of the query
     codes = key, value, pages, _in_registers(words_k), _in_registers(words_v)
     query = _ordered(found, cap_at, G)

@@ -736,7 +736,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import reduce
+from functools import partial, reduce
 
 # %% ../../nbs/18_encode.ipynb #40e00007
 def is_current(device: torch.device) -> bool:
@@ -770,23 +770,32 @@ class Launch(NamedTuple):
 
 # compiled kernels, by everything that Triton specialises on
 READY = {}
-_ASKING = ContextVar("kernels are asked for, not launched", default=False)
+_ASKING = ContextVar("kernels that are asked for, not launched", default=None)
+
+
+def _load(kernel, device: int) -> None:
+    "Have what Triton makes at a first launch: the launcher in C, the kernel on the device."
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    with torch.cuda.device(device):
+        kernel.run
 
 
 @contextmanager
 def compiled_together():
     """While this lasts, launches ask for their kernels and launch nothing; at its end all are
-    compiled, several at a time. Yields whether it is so: not where kernels are interpreted, nor
-    with a Triton that compiles one after the other. Triton releases Python's lock in all but a
-    fifth of a kernel's compilation."""
+    compiled and loaded, several at a time. Yields whether it is so: not where kernels are
+    interpreted, nor with a Triton that compiles one after the other. Triton releases Python's
+    lock in all but a fifth of a kernel's compilation."""
     if is_interpreted() or not hasattr(triton, "AsyncCompileMode"):
         yield False
         return
-    asking = _ASKING.set(True)
+    asked = []
+    asking = _ASKING.set(asked)
     try:
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             with triton.AsyncCompileMode(pool):
                 yield True
+            list(pool.map(partial(_load, device=torch.cuda.current_device()), asked))
     finally:
         _ASKING.reset(asking)
 
@@ -799,8 +808,8 @@ def launch(
 ):
     """Launch by Triton's own search; what was compiled, or None where nothing was, or kernels
     are only asked for."""
-    if _ASKING.get():
-        kernel.warmup(*args, grid=grid, **named)
+    if (asked := _ASKING.get()) is not None:
+        asked.append(kernel.warmup(*args, grid=grid, **named))
         return None
     return kernel[grid](*args, **named)
 
@@ -1793,7 +1802,6 @@ def encode_append(
 
 # %% ../../nbs/18_encode.ipynb #40f00004
 import math
-from functools import partial
 
 
 from ..cache.store import _encoded, append_by_host, make_room
