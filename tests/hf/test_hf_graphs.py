@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 import inspect
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -33,7 +33,9 @@ from turboquant_nb.cache.clock import DeviceClock
 from turboquant_nb.hf import TurboQuantCache, cache as edits
 from types import SimpleNamespace
 
+from turboquant_nb.hf import graphs as steps_in_graphs
 from turboquant_nb.hf.graphs import Tape
+from turboquant_nb.kernels import encode
 from turboquant_nb.hf.runner import StepRunner, settings_digest
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -46,6 +48,42 @@ def pair(model, recipe="k4v4", **kwargs):
     return TurboQuantCache(model, recipe, graphs=False, **kwargs), TurboQuantCache(
         model, recipe, graphs=Tape, **kwargs
     )
+
+
+def kernel_kind(kernel, args, named):
+    "What a kernel would be compiled for, but for the numbers that it reads when it runs."
+    types = [x.dtype for x in args if isinstance(x, torch.Tensor)]
+    rest = [x for x in args if not isinstance(x, (torch.Tensor, int, float))]
+    return kernel.fn.__name__, repr(types), repr(rest), repr(named)
+
+
+@pytest.mark.parametrize("steps", (False, Tape))
+@pytest.mark.parametrize("recipe, padded", (("k3v3", False), ("k4v4", True)))
+def test_a_first_call_launches_what_was_compiled_ahead(monkeypatch, recipe, padded, steps):
+    """On a GPU kernels are asked for on a small store, all at once: those that the prompt and
+    the steps behind it launch, no others and none of them left out."""
+    pytest.importorskip("triton")
+    asked, launched, real = [], [], encode.launch
+
+    def launch(kernel, grid, *args, **named):
+        asking = encode._ASKING.get() is not None
+        (asked if asking else launched).append(kernel_kind(kernel, args, named))
+        return None if asking else real(kernel, grid, *args, **named)
+
+    @contextmanager
+    def together(device):
+        token = encode._ASKING.set([])
+        yield True
+        encode._ASKING.reset(token)
+
+    monkeypatch.setattr(encode, "launch", launch)
+    monkeypatch.setattr(steps_in_graphs, "compiled_together", together)
+    monkeypatch.setattr(steps_in_graphs, "_ASKED", set())
+    encode.READY.clear()
+    model, inputs = tiny(head_dim=32), prompt(2, 40, padded=padded)
+    cache = TurboQuantCache(model, recipe, backend="triton", graphs=steps)
+    generate(model, inputs, "turboquant", cache=cache, max_new_tokens=3)
+    assert asked and set(asked) == set(launched)
 
 
 def same_tokens(model, inputs, caches, **options):

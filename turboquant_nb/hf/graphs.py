@@ -146,19 +146,19 @@ def compile_ahead(
     Nothing where nothing is compiled, or where it was done in this process."""
     (b, h, n, d), dv = keys.shape, values.shape[3]
     kind = layer.recipe, layer.backend, layer.info.query_heads, layer.sliding_window, captured
-    kind += b, h, d, dv, keys.dtype, keys.device, n % 16
-    by_kernels = keys.device.type == "cuda" and layer.backend in ("auto", "triton")
-    if not by_kernels or layer.latent or kind in _ASKED:
+    kind += b, h, d, dv, keys.dtype, keys.device, n % 16, any(layer.starts or ())
+    if layer.backend not in ("auto", "triton") or layer.latent or kind in _ASKED:
         return
     _ASKED.add(kind)
     twin, n = copy(layer), min(n, 512 + n % 16)  # kernels know of lengths what 16 leaves
     twin.captured, twin.max_length = CapturedSteps(), 2 * _ROOM if layer.clock.fixed else None
     how = dict(backend=layer.backend, wait=False, framed=True)
-    with torch.cuda.device(keys.device), compiled_together() as together:
+    with compiled_together(keys.device) as together:
         if not together:
             return
         chunk = keys[:, :, :n], values[:, :, :n]
         twin.lazy_initialization(*chunk)
+        twin._begin(b)
         _code_first(twin.store, chunk, b * h * keys.shape[2], how)
         if captured:
             twin.captured.hold_still(twin)

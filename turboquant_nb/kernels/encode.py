@@ -773,7 +773,7 @@ READY = {}
 _ASKING = ContextVar("kernels that are asked for, not launched", default=None)
 
 
-def _load(kernel, device: int) -> None:
+def _load(kernel, device: torch.device) -> None:
     "Have what Triton makes at a first launch: the launcher in C, the kernel on the device."
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     with torch.cuda.device(device):
@@ -781,21 +781,24 @@ def _load(kernel, device: int) -> None:
 
 
 @contextmanager
-def compiled_together():
+def compiled_together(device: torch.device):
     """While this lasts, launches ask for their kernels and launch nothing; at its end all are
-    compiled and loaded, several at a time. Yields whether it is so: not where kernels are
-    interpreted, nor with a Triton that compiles one after the other. Triton releases Python's
-    lock in all but a fifth of a kernel's compilation."""
-    if is_interpreted() or not hasattr(triton, "AsyncCompileMode"):
+    compiled and loaded, several at a time. Yields whether it is so: only on a GPU, and not with
+    a Triton that compiles one after the other. Triton releases Python's lock in all but a fifth
+    of a kernel's compilation."""
+    if device.type != "cuda" or is_interpreted() or not hasattr(triton, "AsyncCompileMode"):
         yield False
         return
     asked = []
     asking = _ASKING.set(asked)
     try:
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        with (
+            torch.cuda.device(device),
+            ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool,
+        ):
             with triton.AsyncCompileMode(pool):
                 yield True
-            list(pool.map(partial(_load, device=torch.cuda.current_device()), asked))
+            list(pool.map(partial(_load, device=device), asked))
     finally:
         _ASKING.reset(asking)
 

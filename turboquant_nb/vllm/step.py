@@ -787,7 +787,7 @@ def prepare(
     if self.plan is None:
         return
     how = dtype, drafts, recent, sinks, page_tokens, block
-    with compiled_together() as together:
+    with compiled_together(self.plan.device) as together:
         if together:
             self._try_steps(*how)
     self._try_steps(*how)
