@@ -147,13 +147,16 @@
     node.replaceWith(...parts);
   }
 
-  // What scrolls within itself can be reached by the keyboard.
+  // What scrolls within itself can be reached by the keyboard. One look a frame: a page whose folds all open at once toggles hundreds of times.
+  let looks = 0;
   const reach = () => {
-    for (const x of document.querySelectorAll("main :is(pre, code, table, p, li, figure, math, .katex-display, div.sourceCode)"))
-      if (x.scrollWidth > x.clientWidth && /auto|scroll/.test(getComputedStyle(x).overflowX)) x.tabIndex = 0;
+    const wide = [...document.querySelectorAll("main :is(pre, code, table, p, li, figure, math, .katex-display, div.sourceCode)")];
+    for (const x of wide.filter(x => x.scrollWidth > x.clientWidth && /auto|scroll/.test(getComputedStyle(x).overflowX))) x.tabIndex = 0;
+    looks = 0;
   };
-  addEventListener("resize", reach);
-  document.addEventListener("toggle", reach, true);
+  const look = () => { looks ||= requestAnimationFrame(reach); };
+  addEventListener("resize", look);
+  document.addEventListener("toggle", look, true);
 
   // On a phone a page of more than sixteen screens is a list of its sections: a tap opens one, so does a link into it.
   // What comes before the first figure stays open, if that is not long itself.

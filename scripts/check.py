@@ -284,8 +284,10 @@ INSTALL = r"""#\| eval: false
 
 def runs_alone(path, sources):
     """Whether a reader may run a notebook on Colab: its cells import the package. The index is
-    README's source, and its badge leads to the guide."""
-    return path.stem != "index" and any("import" in x and "turboquant_nb" in x for x in sources)
+    README's source, and its badge leads to the guide; the book's front page counts the chapters
+    that lie beside it."""
+    imports = any("import" in x and "turboquant_nb" in x for x in sources)
+    return path.stem not in ("index", "book") and imports
 
 
 def notebook_problems(path):

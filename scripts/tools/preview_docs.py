@@ -902,10 +902,15 @@ def browser():
 
 
 class Measured(SimpleHTTPRequestHandler):
-    "Serves a folder, and takes what the page of measurements has found."
+    """Serves a folder, and takes from the page of measurements which page it reads now, and at
+    the end what it has found."""
 
     def do_POST(self):
-        self.server.found = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/reading":
+            self.server.reading, self.server.since = said.decode(), time.monotonic()
+        else:
+            self.server.found = json.loads(said)
         self.send_response(204)
         self.end_headers()
 
@@ -914,12 +919,13 @@ class Measured(SimpleHTTPRequestHandler):
 
 
 def in_browser(site, harness, seconds, *options):
-    """What a page of measurements posts when Chromium has run it beside the pages of a folder;
-    None if it has posted nothing after so many seconds."""
+    """What a page of measurements posts when Chromium has run it beside the pages of a folder.
+    Raises TimeoutError that names the page it was reading, if that took so many seconds, or if
+    Chromium ended before."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Measured, directory=site))
     file = site / f".harness-{server.server_port}.html"  # of this run alone
     file.write_text(harness, encoding="utf-8")
-    server.found = None
+    server.found, server.reading, server.since = None, "the first page", time.monotonic()
     Thread(target=server.serve_forever, daemon=True).start()
     # Chromium's helpers outlive its first process by a moment and still write to the profile
     # while it is removed.
@@ -939,12 +945,17 @@ def in_browser(site, harness, seconds, *options):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as process:
-            end = time.monotonic() + seconds
-            while server.found is None and process.poll() is None and time.monotonic() < end:
+            while server.found is None and process.poll() is None:
+                if time.monotonic() > server.since + seconds:
+                    break
                 time.sleep(0.1)
+            ended = process.poll() is not None
             process.terminate()
     server.shutdown()
     file.unlink()
+    if server.found is None:
+        why = "has ended" if ended else f"was not done after {seconds} s"
+        raise TimeoutError(f"chromium {why} with {server.reading}")
     return server.found
 
 
@@ -957,16 +968,17 @@ def pages_of(site):
 SEARCHES = ("2 bits", "two bits", "vLLM", "perplexity", "Qwen3")
 
 
-def check_widths(site, problems, seconds=300, searches=()):
+def check_widths(site, problems, seconds=60, searches=()):
     """Lay every page out at WIDTHS; what sticks out, overlaps, wraps or is cut is a problem,
-    and a search whose first result is no page of the Manual. Returns how many pages were
-    measured."""
+    and a search whose first result is no page of the Manual, or a page that takes longer than
+    so many seconds. Returns how many pages were measured."""
     pages = pages_of(site)
     text = MEASURE.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
     text = text.replace("SEARCHES", json.dumps(searches), 1)
-    found = in_browser(site, text.replace("WIDTHS", json.dumps(WIDTHS), 1), seconds)
-    if found is None:
-        problems.add("widths", f"chromium measured nothing in {seconds} s")
+    try:
+        found = in_browser(site, text.replace("WIDTHS", json.dumps(WIDTHS), 1), seconds)
+    except TimeoutError as error:
+        problems.add("widths", str(error))
         return 0
     for page, width, message in found:
         problems.add(page, f"at {width} px {message}")
@@ -977,10 +989,11 @@ def check_widths(site, problems, seconds=300, searches=()):
 SCHEMES = {"light": 1, "dark": 0}
 
 
-def check_access(site, problems, pages=None, seconds=2400):
+def check_access(site, problems, pages=None, seconds=240):
     """Run axe on pages with everything unfolded, light and dark, at the width of a phone and,
     as far as it is another there, at that of a laptop: the bar, the lists beside the text. A
-    finding that is critical or serious is a problem. Returns how many pages were read."""
+    finding that is critical or serious is a problem, and so is a page that takes longer than so
+    many seconds. Returns how many pages were read."""
     pages = pages_of(site) if pages is None else pages
     text = ACCESS.read_text(encoding="utf-8").replace("PAGES", json.dumps(pages), 1)
     text = text.replace("WIDTHS", json.dumps(WIDTHS), 1)
@@ -989,14 +1002,17 @@ def check_access(site, problems, pages=None, seconds=2400):
 
     def read_in(name):
         setting = f"--blink-settings=preferredColorScheme={SCHEMES[name]}"
-        return in_browser(site, text.replace("SCHEME", name, 1), seconds, setting)
+        try:
+            return in_browser(site, text.replace("SCHEME", name, 1), seconds, setting)
+        except TimeoutError as error:
+            return f"{error} ({name})"
 
     with ThreadPoolExecutor(len(SCHEMES)) as pool:  # each waits for a Chromium of its own
         answers = dict(zip(SCHEMES, pool.map(read_in, SCHEMES)))
     copied.unlink()
     for name, found in answers.items():
-        if found is None:
-            problems.add("axe", f"chromium read nothing in {seconds} s ({name})")
+        if isinstance(found, str):
+            problems.add("axe", found)
             return 0
         for page, width, rule, impact, count, where, message in found:
             problems.add(

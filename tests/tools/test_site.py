@@ -167,6 +167,35 @@ def test_a_browser_sees_what_is_cut_hidden_or_covered_in_quartos_shell(tmp_path,
 
 
 @needs_chromium
+def test_a_page_that_does_not_end_is_named(tmp_path):
+    plain_site(tmp_path, a=page(GOOD), b=page("<script>for (;;);</script>"), c=page(GOOD))
+    problems = preview.Problems()
+    assert preview.check_widths(tmp_path, problems, seconds=6) == 0
+    assert preview.check_access(tmp_path, problems, seconds=6) == 0
+    said = "chromium was not done after 6 s with b.html"
+    assert problems == [f"widths: {said}", f"axe: {said} (light)"]
+
+
+@needs_chromium
+def test_folds_that_open_at_once_are_looked_at_once(tmp_path):
+    folds = "<details><summary>more</summary><pre>x</pre></details>" * 300
+    plain_site(tmp_path, many=page(folds))
+    harness = """<!DOCTYPE html><body><iframe src="many.html"></iframe><script>
+      const frame = document.querySelector("iframe"), wait = ms => new Promise(x => setTimeout(x, ms));
+      frame.onload = async () => {
+        await wait(200);
+        const doc = frame.contentDocument, all = doc.querySelectorAll.bind(doc);
+        let looks = 0;
+        doc.querySelectorAll = x => { looks += x.includes(".katex-display, div.sourceCode"); return all(x); };
+        for (const x of all("details")) x.open = true;
+        await wait(1000);
+        fetch("/measured", {method: "POST", body: JSON.stringify(looks)});
+      };
+    </script>"""
+    assert 1 <= preview.in_browser(tmp_path, harness, 60) <= 10
+
+
+@needs_chromium
 def test_a_browser_sees_a_bar_that_grows_in_the_dark(tmp_path, shell):
     quarto_site(tmp_path, shell)
     (tmp_path / "a.html").write_text(quarto_page(shell, "<p>text</p>"))
