@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turboquant_nb.evaluation import score as pairs
-from turboquant_nb.evaluation.candidates import as_candidate, held_bytes
+from turboquant_nb.evaluation.candidates import OTHERS, as_candidate, held_bytes
 from turboquant_nb.evaluation.score import (
     PAIR,
     OnePass,
@@ -162,6 +162,21 @@ def test_fp8_is_float8(llama, protocol):
         40,
     )
     assert (a.loss - b.loss).abs().mean() < 1e-4 and a.bits == 8
+
+
+@pytest.mark.parametrize("name, dims", (("fp8-tensor", (0, 1, 2, 3)), ("fp8-head", (2, 3))))
+def test_fp8_with_scales(name, dims):
+    """Each first chunk sets its own, by which its largest number is the largest of float8; what
+    comes later and is larger is cut off there."""
+    first, later = (torch.randn(2, 2, 2, n, 16, generator=seeded(n)) for n in (9, 3))
+    first[:, 0, 1] *= 1e4  # far beyond 448
+    later[0, 1, 0, 0] *= 1e4
+    cache = OTHERS[name].make(None)
+    cache.update(*first, 0)
+    for x, got in zip(torch.cat([first, later], 3), cache.update(*later, 0)):
+        scale = x[:, :, :9].abs().amax(dims, keepdim=True) / 448
+        want = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        assert torch.equal(got, want) and (got != x.clamp(-448, 448)).any()
 
 
 def test_bits_are_those_of_the_tensors(llama):

@@ -49,7 +49,8 @@ backends = lazy(
 )
 
 # %% ../../nbs/reference/cli_eval.ipynb #9a1a06e9
-OTHERS = ("dense", "fp8", "quanto4", "quanto2", "hqq4", "hqq2")  # as OTHERS, without torch
+# as OTHERS, without torch
+OTHERS = tuple("dense fp8 fp8-tensor fp8-head quanto4 quanto2 hqq4 hqq2".split())
 
 
 @options("What is compared")

@@ -62,9 +62,22 @@ class Candidate:
 class _Fp8Layer(DynamicLayer):
     "Keys and values as float8 (e4m3, largest 448), without scales."
 
+    shared = None  # dimensions of a first chunk that have one scale; None: there are none
+
+    def _scale(self, x: Tensor) -> Tensor | float:
+        if self.shared is None:
+            return 1.0
+        return x.abs().amax(self.shared, keepdim=True).clamp(min=1e-12) / 448
+
     def update(self, key_states, value_states, *args, **kwargs):
-        "Code n tokens; return all, decoded."
-        small = [x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (key_states, value_states)]
+        "Code n tokens; return all, decoded. What is larger than a first chunk was is cut off."
+        states = key_states, value_states
+        if not self.is_initialized:
+            self.scales = [self._scale(x) for x in states]
+        small = [
+            (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for x, scale in zip(states, self.scales)
+        ]
         if not self.is_initialized:
             self.lazy_initialization(*small)
             self.keys, self.values = small
@@ -74,7 +87,20 @@ class _Fp8Layer(DynamicLayer):
                 torch.cat([x.view(torch.uint8) for x in p], 2).view(torch.float8_e4m3fn)
                 for p in pairs
             )
-        return self.keys.to(key_states.dtype), self.values.to(key_states.dtype)
+        held = self.keys, self.values
+        return tuple(x.to(y.dtype) * s for x, y, s in zip(held, states, self.scales))
+
+
+class _Fp8TensorLayer(_Fp8Layer):
+    "With a scale for all keys of a layer, and one for its values."
+
+    shared = 0, 1, 2, 3
+
+
+class _Fp8HeadLayer(_Fp8Layer):
+    "With a scale for each head of each sequence."
+
+    shared = 2, 3
 
 # %% ../../nbs/reference/evaluation_candidates.ipynb #9e1fb65c
 def _quantized(backend: str, bits: int, axis: int):
@@ -94,6 +120,8 @@ class Other:
 OTHERS = {
     "dense": Other(lambda config: DynamicCache(config=config)),
     "fp8": Other(lambda config: Cache(layer_class_to_replicate=_Fp8Layer)),
+    "fp8-tensor": Other(lambda config: Cache(layer_class_to_replicate=_Fp8TensorLayer)),
+    "fp8-head": Other(lambda config: Cache(layer_class_to_replicate=_Fp8HeadLayer)),
     "quanto4": Other(_quantized("quanto", 4, 0), "optimum-quanto", 128),
     "quanto2": Other(_quantized("quanto", 2, 0), "optimum-quanto", 128),
     "hqq4": Other(_quantized("hqq", 4, 1), "hqq", 128),
