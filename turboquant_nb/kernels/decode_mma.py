@@ -1767,7 +1767,9 @@ def decode_form(
     # scores of 8 rows in two parts where 8 programs fit on a multiprocessor by that
     parts = 2 if rows == 8 and HK == 64 and max(key.bits, value.bits) == 4 else 1
     pieces |= dict(PARTS=parts)
-    layouts = _byte_layouts(HK, W, C, rows, bool(sizes["KP"])) | _float_layouts(HK, HV, NK * RV, rows, parts)
+    layouts = _byte_layouts(HK, W, C, rows, bool(sizes["KP"])) | _float_layouts(
+        HK, HV, NK * RV, rows, parts
+    )
     pairs = padded_size(rotary // 2)
     sizes |= dict(H2=rotary // 2, HP=pairs, FP=fast_pairs(pairs))
     sizes |= dict(NEAR_ROW=2 * fast_pairs(pairs) + 16)
