@@ -914,6 +914,33 @@ def compiled(limits):
         assert row["spills"] <= spills and row["shared"] <= room * 1024, row
 
 
+WARP = [  # calls of the kernel for tensor cores, all of them of another form
+    dict(center="pre_rope", group=8, tokens=600),
+    dict(center="pre_rope", group=6, bits=(4, 4)),
+    dict(center="pre_rope", starts=(0, 70), batch=2, splits=3, tokens=900),
+    dict(d=80, bits=(4, 4), splits=2, tokens=600),
+    dict(d=96, bits=(2, 3), group=8, heads=2, center="pre_rope"),
+    dict(d=112, group=7, softcap=3.0),
+    dict(d=64, bits=(2, 4), batch=2, sliding=200),
+    dict(d=256, group=1, center="pre_rope"),
+    dict(bits=(2, 2), codebook="trellis"),
+    dict(d=64, bits=(3, 3), group=8, codebook="trellis"),
+]
+
+
+@needs_gluon
+def test_a_warp_of_the_host_runs_the_kernel():
+    """What is compiled for sm_90, an instruction at a time without a GPU: attention to codes in
+    fp64, to int8's rounding. A kernel that does not wait for the last copy is far off."""
+    early = WARP[0] | dict(early=True)
+    *rows, mutant = ahead_of_time(*WARP, early, script="warp_decode.py")
+    assert len(rows) == len(WARP)
+    for row in rows:
+        out, lse, _ = row["error"]
+        assert out < 0.006 and lse < 0.003, row
+    assert not mutant["error"][0] < 0.1, mutant
+
+
 @needs_gluon
 def test_compiled_ahead_of_time():
     compiled(QUICK)

@@ -403,6 +403,45 @@ def _split_hi_lo(y, HK: gl.constexpr, Q: gl.constexpr, LB: gl.constexpr):
 
 # %% ../../nbs/20_tensor_cores.ipynb #9ab60969
 @gluon.jit
+def _by_quarters(s0, s1, s2, s3, Q: gl.constexpr):
+    "Products of four quarters as scores, [8 (half, i1, i0), 8Q (g, q)]."
+    even = gl.join(_join_hi_lo(s0, Q), _join_hi_lo(s2, Q))
+    f = gl.join(even, gl.join(_join_hi_lo(s1, Q), _join_hi_lo(s3, Q)))  # [16, Q, i1, i0]
+    f = gl.permute(gl.reshape(f, [2, 8, Q, 2, 2]), [0, 3, 4, 1, 2])
+    return gl.reshape(f, [8, 8 * Q])
+
+
+@gluon.jit
+def _both_halves(x, y, operand: gl.constexpr):
+    "16 channels of the lower and of the upper half, [16, 16] bytes each, as operand A."
+    z = gl.reshape(gl.permute(gl.join(x, y), [0, 2, 1]), [16, 32])
+    return gl.convert_layout(z, operand, assert_trivial=True)
+
+
+@gluon.jit
+def _scores_by_parts(ring, s, queries, table, G: gl.constexpr):
+    """`_scores` of heads that end before their padded halves do: 16 channels of each half at a
+    time, and none that are all padding. s: the block's first slot of the ring."""
+    A: gl.constexpr = gl.DotOperandLayout(0, G.LM, 4)
+    z = gl.zeros([16, 2 * G.Q], gl.int32, layout=G.LM)
+    s0, s1, s2, s3 = z, z, z, z
+    for c in gl.static_range(G.KP):
+        c0 = ring.index(s).slice(16 * c, 16, 1).load(G.LKP)
+        c1 = ring.index(s + G.RK).slice(16 * c, 16, 1).load(G.LKP)
+        p1, p2 = c0, c0
+        if G.KB > 2:
+            p1 = ring.index(s + 2 * G.RK).slice(16 * c, 16, 1).load(G.LKP)
+        if G.KB > 3:
+            p2 = ring.index(s + 3 * G.RK).slice(16 * c, 16, 1).load(G.LKP)
+        a0, a1, a2, a3, b0, b1, b2, b3 = _lookup((c0, c1, p1, p2), table, G.KB, True)
+        s0 = mma_v2(_both_halves(a0, b0, A), queries[c], s0)
+        s1 = mma_v2(_both_halves(a1, b1, A), queries[c], s1)
+        s2 = mma_v2(_both_halves(a2, b2, A), queries[c], s2)
+        s3 = mma_v2(_both_halves(a3, b3, A), queries[c], s3)
+    return _by_quarters(s0, s1, s2, s3, G.Q)
+
+
+@gluon.jit
 def _scores(w, q_lo, q_hi, table, G: gl.constexpr):
     "16 rows x 4 quarters of keys against the queries: [8 (half, i1, i0), 8Q (g, q)]."
     A: gl.constexpr = gl.DotOperandLayout(0, G.LM, 4)
@@ -418,10 +457,7 @@ def _scores(w, q_lo, q_hi, table, G: gl.constexpr):
     s1 = mma_v2(_fragment(b1, C, W, A), q_hi, mma_v2(_fragment(a1, C, W, A), q_lo, z))
     s2 = mma_v2(_fragment(b2, C, W, A), q_hi, mma_v2(_fragment(a2, C, W, A), q_lo, z))
     s3 = mma_v2(_fragment(b3, C, W, A), q_hi, mma_v2(_fragment(a3, C, W, A), q_lo, z))
-    even = gl.join(_join_hi_lo(s0, Q), _join_hi_lo(s2, Q))
-    f = gl.join(even, gl.join(_join_hi_lo(s1, Q), _join_hi_lo(s3, Q)))  # [16, Q, i1, i0]
-    f = gl.permute(gl.reshape(f, [2, 8, Q, 2, 2]), [0, 3, 4, 1, 2])
-    return gl.reshape(f, [8, 8 * Q])
+    return _by_quarters(s0, s1, s2, s3, Q)
 
 
 @gluon.jit
@@ -1272,8 +1308,8 @@ def _finish(ACC, R, O, out_row, total, v_step, FAST: gl.constexpr, G: gl.constex
     # a copy for a tile that does not come writes zeros, perhaps where the sums below are handed
     # between lanes
     cp.wait_group(0)
-    o = ACC._reinterpret(gl.float32, [G.NV * G.RV * 4, 8 * Q], G.LSH).load(G.LACC)
-    o = gl.reshape(o, [G.NV * G.RV, 2, 2, 8, Q])
+    o = ACC._reinterpret(gl.float32, [G.NK * G.RV * 4, 8 * Q], G.LSH).load(G.LACC)
+    o = gl.reshape(o, [G.NK * G.RV, 2, 2, 8, Q])
     o = gl.reshape(gl.permute(o, [1, 0, 2, 3, 4]), [2 * HV, Q])
     o = gl.convert_layout(o, G.LVB, assert_trivial=True) / total[None, :]
     if FAST:
@@ -1321,8 +1357,13 @@ def _key_pieces(
         if G.VX:
             slot, piece = (c + turn) % G.NK, (c + G.NV - 1) % G.NV
         for r in gl.static_range(G.RK):
-            w = _fetch(memory.k_ring, slot, r, G.KB, G.LK, G.PL, G.RK)
-            F.index(i * G.RK + r).store(_scores(w, query.lo, query.hi, table, G))
+            if G.KP:
+                at = slot * G.PL * G.RK + r
+                scores = _scores_by_parts(memory.k_ring, at, query.lo, table, G)
+            else:
+                w = _fetch(memory.k_ring, slot, r, G.KB, G.LK, G.PL, G.RK)
+                scores = _scores(w, query.lo, query.hi, table, G)
+            F.index(i * G.RK + r).store(scores)
         if c < G.NV:
             _copy_v(memory.v_ring, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
@@ -1357,7 +1398,7 @@ def _value_pieces(
             if c + 1 < G.NV:  # the last one is there
                 cp.wait_group(G.NV - 2)
         else:
-            cp.wait_group(G.NV - 1)
+            cp.wait_group(G.NK - 1)
         for r in gl.static_range(G.RV):
             w = _fetch(memory.v_ring, slot, r, G.VB, G.LV, G.PL, G.RV)
             o, carry = _weighted(w, carry, P, table, G)
@@ -1372,6 +1413,8 @@ def _value_pieces(
                 gl.convert_layout(acc, G.LA, assert_trivial=True)
             )
         _copy_k(memory.k_ring, slot, c, K, pages, following, go, PAGED, G)
+    for c in gl.static_range(G.NV, G.NK):  # their slots held no values
+        _copy_k(memory.k_ring, c, c, K, pages, following, go, PAGED, G)
 
 # %% ../../nbs/20_tensor_cores.ipynb #a584d32c
 class _Side(NamedTuple):
@@ -1411,7 +1454,7 @@ class _Memory(NamedTuple):
 def _memory(G: gl.constexpr):
     keys = gl.allocate_shared_memory(gl.uint8, [G.NK * G.PL * G.RK, 16, G.HK], G.LSH)
     values = keys._reinterpret(gl.uint8, [G.NK * G.PL * G.RV, 16, 64], G.LSH)
-    sums = gl.allocate_shared_memory(gl.float32, [G.NV * G.RV, 4, 8 * G.Q], G.LSH)
+    sums = gl.allocate_shared_memory(gl.float32, [G.NK * G.RV, 4, 8 * G.Q], G.LSH)
     return _Memory(keys, values, sums)
 
 
@@ -1427,13 +1470,39 @@ def _in_registers(w):
 
 
 @gluon.jit
+def _fourths(x, Q: gl.constexpr):
+    "Four times 16 channels of [64, 2Q]."
+    y = gl.permute(gl.reshape(x, [2, 2, 16, 2 * Q]), [2, 3, 0, 1])
+    even, odd = gl.split(y)
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _both_columns(x, y, Q: gl.constexpr, operand: gl.constexpr):
+    "16 channels of the lower and of the upper half of queries, [16, 2Q] each, as operand B."
+    z = gl.reshape(gl.permute(gl.join(x, y), [2, 0, 1]), [32, 2 * Q])
+    return gl.convert_layout(z, operand, assert_trivial=True)
+
+
+@gluon.jit
 def _ordered(found, cap, G: gl.constexpr):
     "The `_Query` of what `_queries` found."
     lo, hi, unit, shift = found
     B: gl.constexpr = gl.DotOperandLayout(1, G.LM, 4)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
-    lo = _query_fragment(lo, G.C, G.W, G.Q, B)
-    hi = _query_fragment(hi, G.C, G.W, G.Q, B)
+    if G.KP:
+        a, b, c, _ = _fourths(lo, G.Q)
+        x, y, z, _ = _fourths(hi, G.Q)
+        lo = (
+            _both_columns(a, x, G.Q, B),
+            _both_columns(b, y, G.Q, B),
+            _both_columns(c, z, G.Q, B),
+        )
+    else:
+        lo = _query_fragment(lo, G.C, G.W, G.Q, B)
+        hi = _query_fragment(hi, G.C, G.W, G.Q, B)
     unit = gl.convert_layout(unit, column)
     return _Query(lo, hi, unit, gl.convert_layout(shift, column), cap)
 
@@ -1444,7 +1513,7 @@ def _no_sums(sums, G: gl.constexpr):
     m = gl.full([G.Q], -1e30, gl.float32, layout=gl.SliceLayout(0, G.LF))
     zeros = gl.zeros([256, G.Q], gl.float32, layout=G.LF)
     total = gl.sum(gl.sum(gl.reshape(zeros, [4, 8, 8, G.Q]), 0), 1)
-    for c in range(G.NV * G.RV):
+    for c in range(G.NK * G.RV):
         sums.index(c).store(gl.zeros([4, 8 * G.Q], gl.float32, layout=G.LA))
     return m, total
 
@@ -1690,12 +1759,17 @@ def decode_form(
     sizes = dict(
         D=key.d, DV=value.d, KB=key.bits, VB=value.bits, Q=rows, HK=HK, HV=HV, C=C, W=W
     )
-    pieces = dict(NK=NK, NV=NK, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key.bits, value.bits))
+    # what is all padding is left out: pieces of values, channels 48 to 63 of halves of keys
+    NV = -(-(value.d // 2) // (16 * RV))
+    sizes |= dict(KP=3 if HK == 64 and key.d <= 96 and not key.chain else 0)
+    pieces = dict(NK=NK, NV=NV, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key.bits, value.bits))
     pieces |= dict(NEAR=min(8, page // 4))
     # scores of 8 rows in two parts where 8 programs fit on a multiprocessor by that
     parts = 2 if rows == 8 and HK == 64 and max(key.bits, value.bits) == 4 else 1
     pieces |= dict(PARTS=parts)
-    layouts = _byte_layouts(HK, W, C, rows) | _float_layouts(HK, HV, NK * RV, rows, parts)
+    layouts = _byte_layouts(HK, W, C, rows, bool(sizes["KP"])) | _float_layouts(
+        HK, HV, NK * RV, rows, parts
+    )
     pairs = padded_size(rotary // 2)
     sizes |= dict(H2=rotary // 2, HP=pairs, FP=fast_pairs(pairs))
     sizes |= dict(NEAR_ROW=2 * fast_pairs(pairs) + 16)
@@ -1719,19 +1793,23 @@ def _chains(key: FormSide, value: FormSide, W: int) -> dict:
     return out
 
 # %% ../../nbs/20_tensor_cores.ipynb #31fae585
-def _byte_layouts(HK: int, W: int, C: int, rows: int) -> dict:
-    """Bytes of keys and values as lanes load them, the query as operand B, products, and what
-    lies in shared memory as it comes."""
+def _byte_layouts(HK: int, W: int, C: int, rows: int, by_parts: bool) -> dict:
+    """Bytes of keys (LKP: of 16 channels) and values as lanes load them, the query as operand
+    B, or as its parts are cut, products, and what lies in shared memory as it comes."""
     linear = lambda regs, lanes, shape: gl.DistributedLinearLayout(regs, lanes, [], [], shape)
     byte = [1, 2, *_powers(4, W.bit_length() - 1)]
     far = _powers(16 * W, C.bit_length() - 1)
     groups = [[1, 0], [2, 0], [4, 0]]
     columns = [[0, x] for x in _powers(8, (2 * rows // 8).bit_length() - 1)]
     k_bytes = [[0, x] for x in byte] + [[8, 0]] + [[0, x] for x in far]
+    LK = linear(k_bytes, [[0, 4 * W], [0, 8 * W], *groups], [16, HK])
+    if by_parts:
+        W, byte, far = 1, [1, 2], [16, 32]
     q_bytes = [[x, 0] for x in byte + far] + columns
     q_lanes = [[4 * W, 0], [8 * W, 0], [0, 1], [0, 2], [0, 4]]
     return dict(
-        LK=linear(k_bytes, [[0, 4 * W], [0, 8 * W], *groups], [16, HK]),
+        LK=LK,
+        LKP=linear([[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], *groups], [16, 16]),
         LV=linear(
             [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], *groups], [16, 64]
         ),
