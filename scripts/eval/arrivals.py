@@ -29,7 +29,7 @@ from transformers import DynamicCache
 from turboquant_nb.evaluation.models import SMOLLM2, load_model, sample_text
 from turboquant_nb.hf import TurboQuantCache
 
-RECIPES = ["k4v4", "k3v3", "k2v2"]
+RECIPES = ["uncompressed", "k4v4", "k3v3", "k2v2"]
 ANSWER = 16  # tokens of the first turn's answer
 
 
@@ -198,16 +198,16 @@ def windows(a, tokenizer, model):
 
 def options(p):
     p.add_argument("--tiny", action="store_true", help="a small random model: does it run?")
-    p.add_argument("--recipes", nargs="+", default=RECIPES, help="presets")
-    p.add_argument("--windows", type=int, default=2, help="prompts of each cache")
-    p.add_argument("--tokens", type=int, default=300, help="of a prompt")
-    p.add_argument("--new", type=int, default=12, help="tokens that follow it")
+    p.add_argument("--recipes", nargs="+", default=RECIPES, help="caches")
+    p.add_argument("--windows", type=int, default=1, help="prompts of each cache")
+    p.add_argument("--tokens", type=int, default=288, help="of a prompt")
+    p.add_argument("--new", type=int, default=8, help="tokens that follow it")
     p.add_argument("--chunks", nargs="+", type=int, default=[1, 16, 256], help="their sizes")
 
 
 def rows(a, model, tokenizer):
     for i, (ids, other) in enumerate(windows(a, tokenizer, model)):
-        for name in ("uncompressed", *a.recipes):
+        for name in a.recipes:
             for row in matrix(model, name, ids, other, a.chunks, a.new):
                 yield {"window": i} | row
 
