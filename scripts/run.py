@@ -71,7 +71,7 @@ EXPERIMENTS = {
     ),
     "arrivals": Entry(
         "eval.arrivals",
-        "whether a prompt gives the same tokens however it comes: whole, in chunks, from a file",
+        "whether a prompt gives the same tokens whole, in chunks, from a file, behind others",
         "--tiny --tokens 96 --new 2 --windows 1 --chunks 1 16 64",
     ),
     "chapters": Entry(

@@ -220,8 +220,8 @@ def plan(a):
     if not a.tiny:
         name = {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}
     cmd = (
-        "uncompressed, the logits of every way are those of the whole prompt to 1e-3; on codes a "
-        "prompt that is read whole twice gives the same bits"
+        "uncompressed, the logits of every way are those of the whole prompt to 1e-3; on codes "
+        "a prompt that is read whole twice gives the same bits"
     )
     gate = lambda found: {"cmd": cmd, "passed": is_sound(found)}
     data = {"id": "Moby-Dick, chapters 1 to 3", "n": a.windows}

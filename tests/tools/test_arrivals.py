@@ -68,9 +68,9 @@ def test_the_codes_of_given_states_are_the_same_in_every_way(rows, name):
 
 @pytest.mark.parametrize("way", CHUNKED)
 def test_what_later_chunks_read_is_coded(rows, way):
-    """A whole prompt attends to exact states, a later chunk to codes of what came before it: the
-    second layer's states are others, by less the more bits there are. Uncompressed they are
-    the same."""
+    """A whole prompt attends to exact states, a later chunk to codes of what came before it:
+    the second layer's states are others, by less the more bits there are. Uncompressed they
+    are the same."""
     kl = [rows[name, "whole", way]["kl"] for name in ("k4v4", "k3v3")]
     assert 1e-6 < kl[0] < kl[1] < 1
     assert all(rows[name, "whole", way]["all_layers"] < 0.99 for name in CODED)
