@@ -69,6 +69,11 @@ EXPERIMENTS = {
         "how each causal language model of transformers reads a coded cache",
         "--classes LlamaForCausalLM BloomForCausalLM RwkvForCausalLM",
     ),
+    "arrivals": Entry(
+        "eval.arrivals",
+        "whether a prompt gives the same tokens whole, in chunks, from a file, behind others",
+        "--tiny --tokens 96 --new 2 --windows 1 --chunks 1 16 64",
+    ),
     "chapters": Entry(
         "eval.chapters",
         "each chapter alone in an empty folder, as on Colab: does it run, and how long",

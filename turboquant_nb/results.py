@@ -22,7 +22,7 @@ import torch
 from .files import beside
 
 # %% ../nbs/reference/results.ipynb #178aff8f
-_SCHEMA = 1
+_SCHEMA = 2  # 1: k2v2 had scalar codes
 _REQUIRED = (
     "schema experiment command commit dirty utc machine versions model data seeds gate rows"
 )
@@ -165,7 +165,7 @@ def check(
         raise ValueError(
             f"{name} has no {', '.join(missing)}: a number without its origin is not shown"
         )
-    if result["schema"] != _SCHEMA:
+    if result["schema"] not in (1, _SCHEMA):
         raise ValueError(f"{name} must have schema {_SCHEMA}, got {result['schema']!r}")
     if result["gate"].get("passed") is not True:
         raise ValueError(
@@ -219,16 +219,26 @@ def locate(
     return path
 
 # %% ../nbs/reference/results.ipynb #0e3a42d3
+def _renamed(result):
+    "A result of schema 1, when k2v2 had scalar codes, with today's name of these."
+    if result["schema"] == _SCHEMA:
+        return result
+    name = lambda x: re.sub("^k2v2(?![-.]| trellis)", "k2v2-scalar", x) if type(x) is str else x
+    rows = [{key: name(x) for key, x in r.items()} for r in result["rows"]]
+    return result | {"schema": _SCHEMA, "rows": rows}
+
+
 def load(
     path,  # of the JSON file, as `locate` takes it
     draft: bool = False,  # take a draft, or a measurement of code that was not committed
 ) -> dict:
     """Read a result, where `locate` finds it. Raises FileNotFoundError, or ValueError if it is
-    not JSON, incomplete, its gate is red, or it is a draft or of code that was not
-    committed."""
+    not JSON, incomplete, its gate is red, or it is a draft or of code that was not committed.
+    Rows have today's names of presets."""
     path = locate(path)
     try:
-        return check(json.loads(path.read_text(encoding="utf-8")), path.name, draft)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return _renamed(check(found, path.name, draft))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path.name} is not JSON: {error}") from None
 

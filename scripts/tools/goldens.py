@@ -36,8 +36,8 @@ def recipes() -> dict:
     def fixed_mean(bits, **how):
         return Recipe(Spec(bits=bits, center="fixed", **how), Spec(bits=bits))
 
-    whole = {name: preset(name) for name in ("k4v4", "k3v3", "k2v2")}
-    paired = replace(whole["k2v2"], key=Spec(bits=2, pair_scale="frame"))
+    whole = {name: preset(name) for name in ("k4v4", "k3v3", "k2v2-scalar")}
+    paired = replace(whole["k2v2-scalar"], key=Spec(bits=2, pair_scale="frame"))
     return whole | {
         "3 bits, mean after RoPE": fixed_mean(3),
         "2.5 bits": fixed_mean(2.5),

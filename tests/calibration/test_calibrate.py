@@ -245,7 +245,10 @@ def test_every_attention_gives_the_same_tokens(name):
 
 def test_recipes_and_what_a_calibration_refuses():
     model, found = made("llama")
-    each = [replace(as_recipe("k4v4"), recent=3), replace(as_recipe("k2v2"), key=Spec(2.5))]
+    each = [
+        replace(as_recipe("k4v4"), recent=3),
+        replace(as_recipe("k2v2-scalar"), key=Spec(2.5)),
+    ]
     got = TurboQuantCache(model, each, calibration=found).recipes
     assert [r.key.rotation for r in got] == [m.name for m in found.transforms]
     plain = [replace(r, key=replace(r.key, rotation="hadamard")) for r in got]

@@ -29,9 +29,9 @@ def test_layers_are_measured_and_a_budget_is_spent(call, plain, tmp_path, more, 
     bits = [r[side]["bits"] for r in recipes for side in ("key", "value")]
     assert code == 0 and sum(bits) == 2.5 * len(bits)
     assert ("map-" in json.dumps(recipes)) == maps
-    code, out, _ = call(f"eval ppl --recipe k2v2 {SHORT} {with_file}")
+    code, out, _ = call(f"eval ppl --recipe k2v2-scalar {SHORT} {with_file}")
     names = [r["cache"] for r in json.loads(out)["rows"]]
-    assert code == 0 and f"k2v2{' + transforms' * maps} at 2.5 bits" in names
+    assert code == 0 and f"k2v2-scalar{' + transforms' * maps} at 2.5 bits" in names
     refused(
         call(f"generate --prompt a --model {plain} --quiet --calibration {file} --budget 5"),
         "budget must be from 2 to 4",

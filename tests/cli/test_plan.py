@@ -122,15 +122,15 @@ def test_the_type_of_states_is_that_of_the_config_unless_weights_say_another(cal
 
 def test_a_recipe_that_does_not_fit_is_told_beside_the_others(call):
     ask = "plan --model 4x2x72 --context 300 --recipe k3v3"
-    code, out, err = call(f"{ask} k2v2-trellis --json")
+    code, out, err = call(f"{ask} k2v2 --json")
     data = json.loads(out)
     assert (code, err) == (0, "") and [x["cache"] for x in data["caches"]] == [
         "16 bits",
         "k3v3",
     ]
-    assert "got bits=2 and d = 72, in all layers" in data["refused"]["k2v2-trellis"]
-    assert "k2v2-trellis does not fit: codebook=" in call(f"{ask} k2v2-trellis")[1]
-    code, _, err = call("plan --model 4x2x72 --recipe k2v2-trellis")
+    assert "got bits=2 and d = 72, in all layers" in data["refused"]["k2v2"]
+    assert "k2v2 does not fit: codebook=" in call(f"{ask} k2v2")[1]
+    code, _, err = call("plan --model 4x2x72 --recipe k2v2")
     assert code == 2 and "d = 72" in err and err.count("\n") == 1
 
 

@@ -250,7 +250,7 @@ def test_rows_of_all_measures(llama, tmp_path):
 
 def test_the_error_of_a_layers_error_is_that_of_a_sample(llama):
     "Of three windows: the deviation with two degrees of freedom, over the root of three."
-    ids, rows = tokens(3), lambda ids: list(attention_error(llama, ids, ["k2v2"], 40))
+    ids, rows = tokens(3), lambda ids: list(attention_error(llama, ids, ["k2v2-scalar"], 40))
     each = [rows(one) for one in ids.split(1)]
     for i, row in enumerate(rows(ids)):
         errors = [one[i]["error"] for one in each]

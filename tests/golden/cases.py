@@ -32,7 +32,7 @@ CONFIG = LlamaConfig(
     vocab_size=8,
 )
 MEAN, BEFORE = dict(center="fixed"), dict(center="pre_rope")
-PRESETS = {name: preset(name) for name in ("k4v4", "k4v3", "k3v3", "k2v2", "k1v1")}
+PRESETS = {name: preset(name) for name in ("k4v4", "k4v3", "k3v3", "k2v2-scalar", "k1v1")}
 RECIPES = PRESETS | {
     "nothing exact": Recipe(Spec(4), Spec(2), 0, 0),
     "fixed mean": Recipe(Spec(3, **MEAN), Spec(3)),

@@ -248,7 +248,7 @@ def test_adapters_have_frames_of_their_own():
 def test_a_config_alone_is_refused_with_the_reason():
     model = fresh()
     why = "a config alone has no frame, which this recipe's keys are coded in: give the model"
-    for recipe in (None, "k2v2", Recipe(Spec(3, center="fixed"))):
+    for recipe in (None, "k2v2-scalar", Recipe(Spec(3, center="fixed"))):
         with refuses(why):
             TurboQuantCache(model.config, recipe)
     bare = TurboQuantCache(model.config, Recipe(Spec(), Spec()))
@@ -273,7 +273,7 @@ def test_what_is_no_frame_of_this_model_is_refused(tmp_path):
         with refuses(why):
             TurboQuantCache(model, frame=bad)
         with refuses(why):
-            TurboQuantCache(model, frame=bad, recipe="k2v2")
+            TurboQuantCache(model, frame=bad, recipe="k2v2-scalar")
     write_file(path, {}, {}, "turboquant-nb small 1")
     with refuses("must have format 'turboquant-nb calibration"):
         TurboQuantCache(model, frame=path)

@@ -133,7 +133,7 @@ def test_ways_of_generating(mode, name):
 
 
 STEPWISE = {
-    "k2v2": "k2v2",
+    "k2v2-scalar": "k2v2-scalar",
     "k3v3": "k3v3",
     "short window": Recipe(Spec(2), Spec(2), sinks=1, recent=3),
     "no window": Recipe(Spec(2), Spec(2), sinks=0, recent=0),
@@ -369,17 +369,17 @@ def test_layers_that_take_anothers_keys(name):
             max_new_tokens=8,
             do_sample=False,
         )
-        for recipe in (exact_recipe(), "k2v2"):
+        for recipe in (exact_recipe(), "k2v2-scalar"):
             (want, _), (got, cache) = (
                 generate(model, inputs, a, recipe) for a in ("sdpa", "turboquant")
             )
-            assert torch.equal(want, got) and (recipe == "k2v2" or torch.equal(got, own))
+            assert torch.equal(want, got) and (recipe == "k2v2-scalar" or torch.equal(got, own))
         assert {x.key.center for x in cache.recipes} == {"pre_rope"}
         model.set_attn_implementation("sdpa")
     ids = texts(1, 12).repeat(1, 3)
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     plain, drafted = (
-        generate(model, inputs, "turboquant", "k2v2", max_new_tokens=15, **kwargs)[0]
+        generate(model, inputs, "turboquant", "k2v2-scalar", max_new_tokens=15, **kwargs)[0]
         for kwargs in ({}, dict(prompt_lookup_num_tokens=4))
     )
     assert torch.equal(plain, drafted)

@@ -104,7 +104,7 @@ def greedy(model, ids, cache, n, padding=0, **options):
     return out.sequences[0, -n:], logits, int(tied[0]) if len(tied) else n
 
 
-@pytest.mark.parametrize("recipe", ["k2v2", "k3v3"] if SLOW else ["k2v2"])
+@pytest.mark.parametrize("recipe", ["k2v2-scalar", "k3v3"] if SLOW else ["k2v2-scalar"])
 def test_prompt_lookup_is_greedy_decoding(real, recipe):
     """Drafts from a prompt that says the same again: token for token those of plain greedy
     decoding on codes, and logits apart by rounding. A chunk multiplies matrices of another

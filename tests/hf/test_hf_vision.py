@@ -312,13 +312,13 @@ def test_pictures(name, video):
     )
     top = exact.abs().max()
     assert (other - exact).abs().max() > 0.05 * top
-    for recipe in (Recipe(Spec(3), Spec(3), sinks=0, recent=400), "k2v2"):
+    for recipe in (Recipe(Spec(3), Spec(3), sinks=0, recent=400), "k2v2-scalar"):
         cache = TurboQuantCache(model, recipe)
         want, dense = answer(model, inputs, "sdpa", TurboQuantCache(model, recipe))
         got, logits = answer(model, inputs, "turboquant", cache)
         same(got, want)
         assert (logits - dense).abs().max() < 1e-4 * top
-        if recipe != "k2v2":
+        if recipe != "k2v2-scalar":
             same(got, own)
             continue
         assert cache.coded_layers[0].starts == (5, 0)

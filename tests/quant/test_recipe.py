@@ -104,7 +104,7 @@ def test_presets_and_as_recipe():
             and r.key.center == "auto"
             and r.key.codebook
             == r.value.codebook
-            == ("trellis" if "trellis" in name else "sphere")
+            == ("trellis" if name == "k2v2" or "trellis" in name else "sphere")
             and r.key.pair_scale == "auto"
             and r.value.pair_scale == "none"
         )
@@ -130,6 +130,7 @@ def test_the_window_is_long_where_either_side_is_coarse():
         "k3v3": 16,
         "k2v2": 64,
         "k3v3-trellis": 16,
+        "k2v2-scalar": 64,
         "k2v2-trellis": 64,
         "k1v1": 64,
     }

@@ -149,7 +149,8 @@ def measure_sensitivity(
     bits: tuple = (2, 3, 4),  # 1 has no fused kernel on a GPU
     skip: int = 4,  # first tokens of a window that stay exact: sinks
     progress=None,  # called after each pass
-    recipe: Recipe | str = "k2v2",  # whose codes and centre are measured, with other bits
+    # whose codes and centre are measured, with other bits
+    recipe: Recipe | str = "k2v2-scalar",
 ) -> Calibration:
     """The calibration, or one without transforms, with what coding each side of each layer
     alone costs: a pass of each window, from that layer on, for each of them and each number of

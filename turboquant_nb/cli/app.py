@@ -1286,7 +1286,7 @@ class Changes:
 # %% ../../nbs/reference/cli_app.ipynb #2fdedc2c
 PRESETS = (  # of `quant`, which needs torch
     *"k4v4 k4v3 k3v3 k2v2 k1v1".split(),
-    *"k3v3-trellis k2v2-trellis".split(),
+    *"k3v3-trellis k2v2-scalar k2v2-trellis".split(),
 )
 _NAMES = ", ".join(PRESETS)
 RECIPE = f"A preset ({_NAMES}), a JSON object or a file (see turboquant recipe)."  # of --recipe

@@ -246,7 +246,8 @@ def _check_chains(info: ModelInfo, recipes: list, device, backend: str) -> None:
                 raise ValueError(
                     f"{spec.codebook} codes of layer {layer.index}: {why}. Without a kernel "
                     "attention took 8 to 16 times as long as on bf16 on an H200 (heads of 80 "
-                    "to 256 channels): take 'k3v3' or 'k2v2', or backend='torch' all the same"
+                    "to 256 channels): take 'k3v3' or 'k2v2-scalar', or backend='torch' all "
+                    "the same"
                 )
 
 

@@ -539,8 +539,8 @@ def _check_sizes(info: ModelInfo, recipes: list) -> None:
         whole = len(layers) == len(info.coded)
         where = "all layers" if whole else f"layers {layers}"
         raise ValueError(
-            f"{why}, in {where}: give these another recipe, such as 'k3v3' (`recipe` may be a "
-            "list with one for each layer)"
+            f"{why}, in {where}: give these another recipe, such as 'k3v3' or 'k2v2-scalar' "
+            "(`recipe` may be a list with one for each layer)"
         )
 
 

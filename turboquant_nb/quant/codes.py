@@ -234,7 +234,8 @@ class TrellisCode(Code):
         place = torch.arange(d)
         at = sum((place >> (len(bits) - 1 - i) & 1) << bit for i, bit in enumerate(bits))
         order = at if bits else place
-        self.tables = tables or (trellis.table, trellis.index, order, order.argsort())
+        back = order.argsort() if bits else order
+        self.tables = tables or (trellis.table, trellis.index, order, back)
 
     def __repr__(self):
         return f"{type(self).__name__}(d={self.d}, {self.trellis})"

@@ -141,7 +141,8 @@ class Recipe(TwoSides):
 # %% ../../nbs/11_quantizer.ipynb #a960cdb2
 PRESETS = {f"k{k}v{v}": (k, v) for k, v in ((4, 4), (4, 3), (3, 3), (2, 2), (1, 1))} | {
     "k3v3-trellis": (3, 3),
-    "k2v2-trellis": (2, 2),
+    "k2v2-scalar": (2, 2),
+    "k2v2-trellis": (2, 2),  # what k2v2 was called
 }
 
 
@@ -149,13 +150,13 @@ def preset(
     name: str,  # "k4v4", "k3v3", "k2v2", …
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
-    side has 1 or 2 bits; what a model's frame has; scalar codes, or trellis codes
-    ("-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
+    side has 1 or 2 bits; what a model's frame has; scalar codes, or trellis codes ("k2v2" and
+    "-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     key = Spec(bits=k, center="auto", pair_scale="auto")
     value = Spec(bits=v)
     recent = 16 if min(k, v) > 2 else 64
-    if name.endswith("-trellis"):
+    if name == "k2v2" or name.endswith("-trellis"):
         key = replace(key, codebook="trellis")
         value = replace(value, codebook="trellis")
     return Recipe(key, value, recent=recent)

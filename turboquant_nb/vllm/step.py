@@ -275,7 +275,7 @@ def bytes_per_token(
     d_value = d_value or d_key
     for name, spec, d in (("keys", key, d_key), ("values", value, d_value)):
         if why := _code_reason(spec, d):
-            raise ValueError(f"{name} cannot be served: {why}")
+            raise ValueError(f"{name} cannot be served: {why}; take 'k3v3' or 'k2v2-scalar'")
     return CellLayout(key.bits, value.bits, d_key, d_value).bytes_per_token
 
 
