@@ -60,14 +60,15 @@ def _nibbles(out: list, bits: int, half: int, pair: int):
     where the last plane's bit is bit 2 of each nibble."""
     base = f"${8 + half}"
     at = 2 * pair + half  # bit of this half and pair of quarters in a bit plane's nibble
+    if bits > 2 and not pair:  # every other bit: nothing else comes to bit 3 of a nibble
+        out.append(f"and.b32 q, $10, {('0x55555555', '0xAAAAAAAA')[half]};")
     if pair:
         out.append(f"shr.b32 c, {base}, 2;")
         base = "c"
     if bits == 2:
         out.append(f"and.b32 s, {base}, 0x33333333;")
     else:
-        out.append(f"and.b32 t, {_shift(out, '$10', at, 2, 't')}, 0x44444444;")
-        out.append(f"lop3.b32 s, {base}, 0x33333333, t, 0xEA;")
+        out.append(f"lop3.b32 s, {base}, {_shift(out, 'q', at, 2, 't')}, 0x33333333, 0xE4;")
     out.append("shr.u32 h, s, 16;")
     if bits < 4:
         return None
@@ -103,7 +104,7 @@ def lookup_asm(
     planes = bits - 2
     lut_words = {2: 1, 3: 2, 4: 4}[bits]
     table = [f"${10 + planes + 4 * i}" for i in range(lut_words)]
-    out = ["{", ".reg .b32 s, t, h, u, v, x, y, m, c;"]
+    out = ["{", ".reg .b32 s, t, h, u, v, x, y, m, c, q;"]
     for half in (0, 1):
         for pair in (0, 1):
             top = _nibbles(out, bits, half, pair)
@@ -202,16 +203,16 @@ def _chained_word(
     low, high, third, *last = [taps(masks[i]) for i in selector_bits(masks, bits)]
     low, high = _index_bit(out, low, 0, "e"), _index_bit(out, high, 1, "o")
     out.append(f"lop3.b32 j, {low}, {high}, 0x55555555, 0xE4;")
-    third = _index_bit(out, third, 0, "k")
+    # every other bit: nothing else comes to bit 3 of a nibble
+    out.append(f"and.b32 k, {_index_bit(out, third, 0, 'k')}, 0x55555555;")
     top = _index_bit(out, last[0], 1, "n") if last else None
     for pair in (0, 1):
         source = "j"
         if pair:
             source = "c"
             out.append("shr.b32 c, j, 2;")
-        shifted = _shift(out, third, 0, 2 - 2 * pair, "t")
-        out.append(f"and.b32 t, {shifted}, 0x44444444;")
-        out.append(f"lop3.b32 s, {source}, 0x33333333, t, 0xEA;")
+        shifted = _shift(out, "k", 0, 2 - 2 * pair, "t")
+        out.append(f"lop3.b32 s, {source}, {shifted}, 0x33333333, 0xE4;")
         out.append("shr.u32 h, s, 16;")
         now = top and _shift(out, top, 1, 2 - 2 * pair, "u")
         _look_up(out, table, now, to(pair), pairs)
