@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Rule', 'shared_rule', 'Call', 'Answer', 'with_sinks', 'join', 'Backend', 'GroupedQueries', 'group_queries', 'visible',
-           'Blocks', 'check_call', 'in_runs', 'joined', 'Reference', 'attend', 'dense_attention']
+           'Blocks', 'check_call', 'in_runs', 'joined', 'Reference', 'attend', 'dense_attention', 'exact_answer']
 
 # %% ../../nbs/16_attention.ipynb #0727d3c8
 import math
@@ -486,7 +486,8 @@ def in_runs(call: Call) -> list:
         cut = lambda x: None if x is None else x[..., begin - first : run.length - first]
         own = call._replace(store=run, first=begin, mask=cut(mask), bias=cut(bias), lse=True)
         if run is not store:
-            own = own._replace(rule=_unordered(rule), k=None, v=None, recent=None)
+            rows = run.key.query(q)
+            own = own._replace(rule=_unordered(rule), q=rows, k=None, v=None, recent=None)
         elif k is not None and (old := begin - store.length + k.shape[2]) > 0:
             own = own._replace(k=k[:, :, old:], v=v[:, :, old:])  # the others have read them
         if begin < run.length:
@@ -525,6 +526,8 @@ class Reference(Backend):
 
     def run(self, call: Call) -> Answer:
         "Raises ValueError/TypeError on shapes, dtypes or devices that do not fit."
+        if call.store.tiered:
+            return exact_answer(call)
         rule, store, q, k, v, *_ = call
         if not store.clock.by_device:
             store.clock.learn(store)
@@ -605,3 +608,17 @@ def dense_attention(
         outs.append((scores - lse.clamp(min=-1e38)[..., None]).exp() @ v)
         lses.append(lse)
     return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
+
+
+def exact_answer(
+    call: Call,  # of `in_runs`, to a `TieredStore`
+) -> Answer:
+    "Attention to the tokens that it holds as they came."
+    rule, store, q, *_, mask, first, _, _, bias = call
+    first = store.offset if first is None else first
+    k, v = store.read(first)
+    if mask is None:
+        positions = torch.arange(first, store.length, device=q.device)[None]
+        mask = visible(store, q.shape[2], positions, rule.causal, rule.sliding_window)
+    out = dense_attention(q, k, v, rule.scaling, mask, bias=bias, softcap=rule.softcap)
+    return Answer(*out)
