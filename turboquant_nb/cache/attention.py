@@ -468,29 +468,33 @@ def _unordered(rule: Rule) -> Rule:
 
 def in_runs(call: Call) -> list:
     """A call to each of the stores that hold the tokens, oldest first, see `KVStore.runs`:
-    `joined` makes one answer of theirs. Queries stand behind the tokens of the older ones;
-    where not, or where a window ends among these, a mask says what each sees."""
+    `joined` makes one answer of theirs. Tokens of `k` are read there, not in the older stores.
+    Queries stand behind the tokens of these; where not, or where a window ends among them, a
+    mask says what each sees."""
     rule, store, q, k, v, mask, first, *_, bias = call
     *older, _ = store.runs
     if not older:
         return [call]
     n, window, first = q.shape[2], rule.sliding_window, store.freed if first is None else first
-    ordered = rule.causal and store.length - n < store.offset
+    past = store.length - (0 if k is None else k.shape[2])
+    ordered = past < store.offset or rule.causal and store.length - n < store.offset
     ordered = ordered or window is not None and window < store.length - first
     if mask is None and ordered and first < store.offset:
         positions = torch.arange(first, store.length, device=store.device)[None]
         mask = visible(store, n, positions, rule.causal, window)
     calls = []
     for run in store.runs:
-        begin = max(first, run.offset)
+        newest = run is store
+        begin = max(first, min(run.offset, past) if newest else run.offset)
         cut = lambda x: None if x is None else x[..., begin - first : run.length - first]
         own = call._replace(store=run, first=begin, mask=cut(mask), bias=cut(bias), lse=True)
-        if run is not store:
+        if not newest:
             rows = run.key.query(q)
             own = own._replace(rule=_unordered(rule), q=rows, k=None, v=None, recent=None)
-        elif k is not None and (old := begin - store.length + k.shape[2]) > 0:
-            own = own._replace(k=k[:, :, old:], v=v[:, :, old:])  # the others have read them
-        if begin < run.length:
+            if past < run.length:
+                behind = torch.arange(begin, run.length, device=store.device) >= past
+                own = own._replace(mask=own.mask & ~behind)
+        if begin < (run.length if newest else min(run.length, past)):
             calls.append(own)
     return calls
 
@@ -613,12 +617,17 @@ def dense_attention(
 def exact_answer(
     call: Call,  # of `in_runs`, to a `TieredStore`
 ) -> Answer:
-    "Attention to the tokens that it holds as they came."
-    rule, store, q, *_, mask, first, _, _, bias = call
-    first = store.offset if first is None else first
-    k, v = store.read(first)
+    "Attention to the tokens that it holds as they came, and to those of the call."
+    rule, store, q, k, v, mask, first, _, _, bias = call
+    past = store.length - (0 if k is None else k.shape[2])
+    first = min(store.offset, past) if first is None else first
+    states = store.read(max(first, store.offset), max(past, store.offset, first))
+    if k is not None:
+        first = max(first, min(past, store.offset))
+        late = max(0, first - past)
+        states = [torch.cat([x, y[:, :, late:]], 2) for x, y in zip(states, (k, v))]
     if mask is None:
         positions = torch.arange(first, store.length, device=q.device)[None]
         mask = visible(store, q.shape[2], positions, rule.causal, rule.sliding_window)
-    out = dense_attention(q, k, v, rule.scaling, mask, bias=bias, softcap=rule.softcap)
+    out = dense_attention(q, *states, rule.scaling, mask, bias=bias, softcap=rule.softcap)
     return Answer(*out)

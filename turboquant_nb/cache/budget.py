@@ -498,35 +498,35 @@ class Budget:
             now, done = _least((last - first) // now[0].tile, make, fits)
             if done:
                 return now
+        cure = "" if self.full == "evict" else ", or full='evict', which forgets old tokens"
         raise ValueError(
             f"memory={self.memory:,} bytes is full: it holds {self.reach(stands, tables):,} "
-            f"tokens at the floor {self.floor!r}, not {end:,}. Nothing was lost: give more "
-            "memory, or full='evict', which forgets the oldest tokens"
+            f"tokens at the floor {self.floor!r}, and {end:,} were to be held. Nothing was lost: "
+            f"give more memory{cure}"
         )
 
     def reach(self, stands: list, tables) -> int:
         "Tokens that all layers hold when the floor is full."
-        tile, held = stands[0].tile, stands[0].ends[-1]
+        x, held = stands[0], stands[0].ends[-1]
 
-        def fits(tiles):
-            "With so many tiles, of which the newest is not whole, so that most is exact."
-            now = [x.grown(max(0, tiles * tile + x.recent - 1 - held)) for x in stands]
+        def fits(length):
+            now = [x.grown(max(0, length - held)) for x in stands]
             now = [x if x.window is None else x.freed(x.ends[-1] - x.window) for x in now]
             for i, j in self.steps(now):
                 now[j] = now[j].moved(i, now[j].movable(i))
             return self.total(now, tables) <= self.memory
 
-        low, high = 0, 2**32 // tile
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return max(held, low * tile)
+        # most is exact where one token more lets a tile move
+        tiles = _last(-1, 2**32 // x.tile, lambda n: fits(n * x.tile + x.recent - 1))
+        low = max(0, tiles * x.tile + x.recent - 1)
+        return max(held, _last(low, low + x.tile, fits))
 
     def note(self, stands: list) -> None:
         "Say which tiers hold tokens for the first time."
         held = lambda i: any(x.ends[i + 1] > x.ends[i] for x in stands)
-        tiers = tuple(i for i in reversed(range(len(self.recipes))) if held(i))
-        new, self.entered = [i for i in tiers if i not in self.entered], tiers
+        tiers = [i for i in reversed(range(len(self.recipes))) if held(i)]
+        new = [i for i in tiers if i not in self.entered]
+        self.entered = (*self.entered, *new) if tiers else ()
         for i in new if self.on_tier else ():
             self.on_tier(self.bits(i), stands[0].ends[-1])
 
@@ -544,12 +544,16 @@ def _with_freed(stands: list, first: int, tiles: int) -> list:
     return [x.freed(before) if x.window is None else x for x in stands]
 
 
+def _last(low: int, high: int, fits) -> int:
+    "The last whole number from `low` on, which fits, and below `high` that fits."
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
 def _least(most: int, make, fits) -> tuple:
     "(make(n) of the least n up to `most` that fits, True), or make(most) and False."
     if most < 1 or not fits(make(most)):
         return make(max(most, 0)), False
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(make(middle)) else (middle + 1, high)
-    return make(low), True
+    return make(_last(0, most, lambda n: not fits(make(n))) + 1), True

@@ -372,7 +372,9 @@ def serve(
 
 def _exact(call: Call) -> Answer:
     "Attention to the exact tokens of several stores, by torch's own where it can."
-    call = call._replace(recent=None)
+    whole = call.first is None or call.first <= call.store.offset
+    plain = whole and call.mask is None and call.bias is None
+    call = call._replace(recent=None, first=call.store.offset if plain else call.first)
     flash = BACKENDS["flash"]
     return attention.exact_answer(call) if flash.unfit(call) else flash.run(call)
 
