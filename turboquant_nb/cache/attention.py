@@ -406,7 +406,7 @@ def check_call(
     "Raises ValueError/TypeError on shapes, dtypes, devices or numbers that do not fit."
     rule, store, q, k, v, *_ = call
     recent = call.recent
-    if call.first is None and len(store.runs) > 1:
+    if call.first is None and store.tiered:
         raise ValueError("several stores hold the tokens: `attend` calls each of them")
     first = store.offset if call.first is None else call.first
     checks.floats(q, "q")
@@ -477,7 +477,7 @@ def in_runs(call: Call) -> list:
         return [call]
     n, window, first = q.shape[2], rule.sliding_window, store.freed if first is None else first
     past = store.length - (0 if k is None else k.shape[2])
-    ordered = past < store.offset or rule.causal and store.length - n < store.offset
+    ordered = rule.causal and store.length - n + 1 < store.offset or past < store.offset
     ordered = ordered or window is not None and window < store.length - first
     if mask is None and ordered and first < store.offset:
         positions = torch.arange(first, store.length, device=store.device)[None]
