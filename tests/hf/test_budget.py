@@ -19,7 +19,7 @@ from turboquant_nb.hf import TurboQuantCache, enable, disable, turboquant_attent
 
 pytestmark = QUIETLY
 # bytes that let tokens of 2,401 pass through all tiers, and some be forgotten
-TOLD = {"llama": 650_000, "qwen3": 650_000, "gemma3_text": 750_000, "cohere2": 600_000}
+TOLD = {"llama": 475_000, "qwen3": 475_000, "gemma3_text": 550_000, "cohere2": 450_000}
 HEADS, GROUP, D, WINDOW, LAYERS = 1, 2, 16, 40, 4
 SLIDES = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
 
@@ -118,9 +118,7 @@ class Run:
                 assert run.length == ends[tier] and not run.capacity % store.tile
                 assert run.capacity - (run.length - run.offset) < store.tile
                 for side in ("key", "value"):
-                    got, want = (
-                        x.coded(side, run.offset, run.length) for x in (run, whole)
-                    )
+                    got, want = (x.coded(side, run.offset, run.length) for x in (run, whole))
                     lost = len(store.recipes) - 1 - tier
                     apart = (got.codes != want.codes >> lost).float().mean()
                     assert apart < 1e-4 and torch.equal(got.scale, want.scale)
@@ -131,7 +129,7 @@ def test_no_byte_more_than_the_budget(seed):
     """Chunks, single tokens, crops, beams, other numbers of rows, copies and new prompts, at
     budgets that end anywhere between exact and the floor; what is refused changes nothing."""
     rng = random.Random(seed)
-    run = Run(rng, rng.choice((450_000, 500_000, 600_000)), full=rng.choice(("error", "evict")))
+    run = Run(rng, rng.choice((250_000, 320_000, 420_000)), full=rng.choice(("error", "evict")))
     refused, moved = 0, set()
     for _ in range(25):
         what = rng.choice(("append",) * 6 + ("crop", "beams", "rows", "copy", "reset"))
@@ -144,7 +142,9 @@ def test_no_byte_more_than_the_budget(seed):
             elif what == "crop":
                 layer = run.cache.coded_layers[1]
                 n = min(rng.choice((1, 5, 100, 400)), run.length - layer.store.freed - WINDOW)
-                if n > 0 and run.length - n > max(x.store.freed for x in run.cache.coded_layers):
+                if n > 0 and run.length - n > max(
+                    x.store.freed for x in run.cache.coded_layers
+                ):
                     run.cache.crop(-n)
                     run.each(lambda x: x[:, :, : x.shape[2] - n])
             elif what == "beams":
@@ -174,7 +174,7 @@ def test_no_byte_more_than_the_budget(seed):
         run.check()
         for x in run.cache.coded_layers if run.raw else ():
             moved |= set(x.store.tiers)
-    assert moved
+    assert moved or refused
     with pytest.raises(AssertionError):  # the mutant: a budget that is smaller
         run.append(1)
         run.cache.budget.memory = held(run.cache) - 1
@@ -201,7 +201,9 @@ def test_before_the_first_move_it_is_transformers_own(name, attention):
         assert {*report["budget"]["tokens"][0]} == {16} and not report["coded"]
     floor = cache.budget.total(cache.stands(2)[0], lambda n: 0)
     cache = TurboQuantCache(model, memory=int(0.9 * floor), full="evict")
-    assert not torch.equal(logits(cache), logits(transformers.DynamicCache(config=model.config)))
+    assert not torch.equal(
+        logits(cache), logits(transformers.DynamicCache(config=model.config))
+    )
 
 
 @pytest.mark.parametrize("name, memory", TOLD.items())
@@ -252,7 +254,8 @@ def test_it_is_full_where_it_said_and_goes_on_where_it_may_forget():
             step()
             assert held(cache) <= 600_000
     tokens = cache.report()["budget"]["tokens"]
-    assert [sum(x.values()) for x in tokens] == [cache.get_seq_length() - 512] * 2
+    left = [cache.get_seq_length() - x.store.freed for x in cache.coded_layers]
+    assert [sum(x.values()) for x in tokens] == left and min(left) > reach - 600
     assert said[0][0] == 4 and said[-1][0] == 2 and said[0][1] <= said[-1][1]
     assert "at the floor 'k2v2'" in str(cache.report())
 
@@ -273,7 +276,7 @@ def test_who_moves_first():
         assert all(len(x) <= 3 and 16 in x for x in bits)
         assert bits[1] >= {4} or not any(4 in x for x in bits) or min(map(min, bits)) < 4
         if min(bits[2]) < 4:  # the sliding one: all others are at the floor
-            assert all(x <= {2, 16} for i, x in enumerate(bits) if i != 2)
+            assert all(x.ends[3] - x.ends[1] < 512 for i, x in enumerate(now) if i != 2)
         low = lambda i: sum(1 for x in bits[i] if x < 16)
         assert low(0) <= low(1) or min(bits[0]) == min(bits[1])
         seen.append(min(map(min, bits)))
@@ -290,7 +293,10 @@ def test_who_moves_first():
         (dict(memory="0GB"), "memory must be an integer of at least 1, got 0"),
         (dict(memory=-5), "memory must be an integer of at least 1, got -5"),
         (dict(memory="-1GB"), "memory must be bytes, or a number and a unit"),
-        (dict(memory=50_000), "holds 0 tokens at the floor 'k2v2', fewer than one block of 256"),
+        (
+            dict(memory=50_000),
+            "holds 0 tokens at the floor 'k2v2', fewer than one block of 256",
+        ),
         (dict(memory="1MB", tokens=10**6), "fewer than tokens=1,000,000: give more"),
         (dict(memory="1MB", tokens=0), "tokens must be an integer of at least 1, got 0"),
         (dict(memory="1MB", floor="k1v1"), "floor must be one of 'k4v4', 'k3v3', 'k2v2'"),

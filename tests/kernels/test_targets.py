@@ -147,10 +147,7 @@ class NoDouble(TorchDispatchMode):
         ("k3v3", torch.float16),
         (Recipe(Spec(3, center="pre_rope"), Spec(2.5)), torch.bfloat16),
         (Recipe(residual="prod"), torch.float32),
-        (
-            Recipe(Spec(3, "haar", scale="unbiased"), Spec(4, codebook="uniform")),
-            torch.float16,
-        ),
+        (Recipe(Spec(3, "haar", scale="unbiased"), Spec(4, codebook="uniform")), torch.float16),
     ],
 )
 def test_plain_pytorch_needs_no_float64(recipe, dtype):

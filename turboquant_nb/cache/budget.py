@@ -54,12 +54,12 @@ def ladder(
 
 # %% ../../nbs/15_store.ipynb #63b00007
 class PlainMemory(Memory):
-    "Tokens as they came: a cell holds a tile of them."
+    "Tokens as they came: a cell holds a block of them, of a quarter of a tile."
 
     def __init__(
         self,
         d: int,  # head size
-        tile: int,
+        tile: int,  # tokens of a cell
         dtype: torch.dtype,
     ):
         self.along, self.tile, self.bits, self.groups, self.extras = "channel", tile, (), (), {}
@@ -101,8 +101,17 @@ class TieredStore(KVStore):
             table = isinstance(inv_freq, Tensor)
             self.cos_sin = shared_cos_sin(inv_freq, size, device) if table else inv_freq
         for part in self.parts:
-            part.memory = PlainMemory(part.q.d, tile, self.dtype)
+            part.memory = PlainMemory(part.q.d, self.block, self.dtype)
             part.memory.allocate((self.batch, self.heads), self.device)
+
+    @property
+    def block(self) -> int:
+        "Tokens that leave what is exact together: a quarter of a tile."
+        return self.tile // 4
+
+    @property
+    def capacity(self) -> int:
+        return self.key.memory.tiles * self.block
 
     @property
     def runs(self) -> tuple:
@@ -133,7 +142,7 @@ class TieredStore(KVStore):
     def resized(self, first: int, last: int) -> list:
         """Cells with room for exact positions [first, last), in which those of them lie that
         are held; nothing changes yet."""
-        tiles, out = -(-(last - first) // self.tile), []
+        tiles, out = -(-(last - first) // self.block), []
         at, n = first - self.offset, max(0, min(self.length, last) - first)
         for part in self.parts:
             new = part.memory
@@ -216,7 +225,7 @@ def _code(store: TieredStore, to: int, k, v, end: int, names: tuple) -> None:
 def _have_room(run: KVStore, last: int) -> None:
     "Let tokens up to position `last` fit, and no more."
     tiles = -(-(last - run.offset) // run.tile)
-    if tiles * run.tile > run.capacity:
+    if tiles * run.tile != run.capacity:
         replace_tiles(run, 0, tiles)
 
 
@@ -340,6 +349,8 @@ def crop(self: TieredStore, tokens: int, tail=None) -> None:
         self.have(cells, begin, length)
 
     commit(change)
+    for run in self.tiers.values():
+        _have_room(run, run.length)
 
 
 @patch
@@ -366,7 +377,7 @@ class Stand:
     "Where the tokens of a layer stand, and what that costs."
 
     ends: tuple  # as `TieredStore.ends`
-    cells: tuple  # bytes that a tile takes in each tier, the exact one last
+    cells: tuple  # bytes of a cell in each tier, the exact one last: there it is a quarter
     fixed: tuple  # bytes that each tier has besides while it holds tokens
     tile: int = TILE
     recent: int = 64  # newest tokens, which stay exact
@@ -388,7 +399,7 @@ class Stand:
         rows, size = batch * heads, sum(sizes) * dtype.itemsize
         sides = [zip((r.key, r.value), sizes) for r in recipes]
         cells = [sum(_coded_bytes(spec, d, tile) for spec, d in side) for side in sides]
-        cells = [rows * x for x in (*cells, tile * size)]
+        cells = [rows * x for x in (*cells, tile // 4 * size)]
         sinks = rows * recipes[0].sinks * size + 24  # with flags
         exact = 8 * batch + 4 * heads * sizes[0]  # with the frame
         ends = (0,) * (len(recipes) + 2) if ends is None else ends
@@ -398,39 +409,45 @@ class Stand:
     @property
     def nbytes(self) -> int:
         "Bytes of all tiers."
-        out = self.fixed[-1]
-        spans = [b - a for a, b in zip(self.ends, self.ends[1:])]
-        for n, cell, fixed in zip(spans, self.cells, (*self.fixed[:-1], 0)):
-            out += -(-n // self.tile) * cell + (fixed if n else 0)
+        *coded, exact = [b - a for a, b in zip(self.ends, self.ends[1:])]
+        out = self.fixed[-1] - (-exact // (self.tile // 4)) * self.cells[-1]
+        for n, cell, fixed in zip(coded, self.cells, self.fixed):
+            out += (fixed if n else 0) - (-n // self.tile) * cell
         return out
 
     def grown(self, n: int) -> "Stand":
-        "With n more tokens, which are exact."
-        return replace(self, ends=(*self.ends[:-1], self.ends[-1] + n))
+        "With n more tokens, which are exact, and without what none of them sees."
+        held, now = self.ends[-1], replace(self, ends=(*self.ends[:-1], self.ends[-1] + n))
+        return now if self.window is None else now.freed((held or n) - self.window)
 
     def freed(self, before: int) -> "Stand":
-        "Without tokens before a position."
-        return replace(self, ends=tuple(max(x, before) for x in self.ends))
+        "Without whole tiles before a position."
+        first = before // self.tile * self.tile
+        return replace(self, ends=tuple(max(x, first) for x in self.ends))
+
+    def step(self, tier: int) -> int:
+        "Tokens that a tier gives together: a tile, or a quarter of one of what is exact."
+        return self.tile if tier < len(self.cells) - 1 else self.tile // 4
 
     def movable(self, tier: int) -> int:
-        "Tiles that a tier can give to the next one."
-        last = self.ends[tier + 1]
+        "How often a tier can give these to the next one."
+        last, step = self.ends[tier + 1], self.step(tier)
         if tier == len(self.cells) - 1:
             last -= self.recent
-        return max(0, last // self.tile - self.ends[tier] // self.tile)
+        return max(0, last // step - self.ends[tier] // step)
 
-    def moved(self, tier: int, tiles: int) -> "Stand":
-        "After a tier gave its oldest tiles to the next one; to the third where that has some."
-        if not tiles:
+    def moved(self, tier: int, times: int) -> "Stand":
+        "After a tier gave its oldest tokens to the next one, so often."
+        if not times:
             return self
-        ends, at, exact = [*self.ends], self.ends[tier], tier == len(self.cells) - 1
-        to = (at // self.tile + tiles) * self.tile
-        if exact and at % self.tile:  # the run that a crop has cut is filled
-            full = -(-at // self.tile) * self.tile
+        ends, at, step = [*self.ends], self.ends[tier], self.step(tier)
+        to = (at // step + times) * step
+        if tier == len(self.cells) - 1:  # a run that a crop has cut within a tile is filled
+            full = min(to, -(-at // self.tile) * self.tile)
             ends[1:-1] = [full if x == at else x for x in ends[1:-1]]
         ends[tier] = to
-        if exact and tier == 3 and ends[1] > ends[0]:
-            ends[2] = to
+        if len(self.cells) == 4 and ends[1] > ends[0]:  # of three tiers one is empty
+            ends[2] = ends[3]
         return replace(self, ends=tuple(ends))
 
 # %% ../../nbs/15_store.ipynb #63b00016
@@ -501,8 +518,8 @@ class Budget:
         cure = "" if self.full == "evict" else ", or full='evict', which forgets old tokens"
         raise ValueError(
             f"memory={self.memory:,} bytes is full: it holds {self.reach(stands, tables):,} "
-            f"tokens at the floor {self.floor!r}, and {end:,} were to be held. Nothing was lost: "
-            f"give more memory{cure}"
+            f"tokens at the floor {self.floor!r}, and {n:,} were to join {held:,}. Nothing was "
+            f"lost: give more memory{cure}"
         )
 
     def reach(self, stands: list, tables) -> int:
@@ -516,10 +533,10 @@ class Budget:
                 now[j] = now[j].moved(i, now[j].movable(i))
             return self.total(now, tables) <= self.memory
 
-        # most is exact where one token more lets a tile move
-        tiles = _last(-1, 2**32 // x.tile, lambda n: fits(n * x.tile + x.recent - 1))
-        low = max(0, tiles * x.tile + x.recent - 1)
-        return max(held, _last(low, low + x.tile, fits))
+        # most is exact where one token more lets a block move
+        blocks = _last(-1, 2**40 // x.tile, lambda n: fits(n * x.tile // 4 + x.recent - 1))
+        low = max(0, blocks * x.tile // 4 + x.recent - 1)
+        return max(held, _last(low, low + x.tile // 4, fits))
 
     def note(self, stands: list) -> None:
         "Say which tiers hold tokens for the first time."

@@ -1064,7 +1064,7 @@ def make_room(
         layer.planned = stand.ends
         if layer.is_initialized:
             store, (first, *coded, _) = layer.store, stand.ends
-            whole = store.length // store.tile * store.tile
+            whole = store.length // store.block * store.block
             ends = [max(a, min(b, whole)) for a, b in zip(store.ends[1:-1], coded)]
             store.settle((min(first, store.length), *ends, store.length), names=layer.names)
     self.budget.note(plan)
