@@ -20,7 +20,7 @@ from turboquant_nb.cache.store import (
     row_tensors,
     tables_of,
 )
-from turboquant_nb.quant.quantizer import COARSER, Spec, channel_bits, decode
+from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.cache.exact import ExactTokens

@@ -19,7 +19,7 @@ from turboquant_nb.kernels import encode, encode as encode_launch, encode as ker
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Spec, decode
-from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.testing import same
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ import torch
 
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.cache import attention
-from turboquant_nb.cache.attention import Call, in_runs
+from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.budget import TieredStore, ladder
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Spec

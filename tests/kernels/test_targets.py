@@ -15,7 +15,7 @@ from turboquant_nb.cache.attention import Call, attend
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import encode, encode as encode_launch, launch, ops
 from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe, as_recipe
+from turboquant_nb.quant.recipe import Recipe
 
 NOTEBOOK = Path(__file__).parents[2] / "nbs" / "reference/kernels_launch.ipynb"
 needs_triton = pytest.mark.skipif(

@@ -43,6 +43,8 @@ class Report(dict):
                 f"{self['ratio_fp16']:.2f}x smaller than fp16, {self['ratio_fp32']:.2f}x "
                 "smaller than fp32"
             )
+        if self["budget"]:
+            return f"{1 / self['ratio_fp16']:.2f}x larger than fp16"
         later = ""
         if self["pays_from"] is not None:
             later = f"; from about {self['pays_from']:,} tokens on it is smaller"

@@ -7,7 +7,6 @@ __all__ = ['PRESETS', 'TwoSides', 'Recipe', 'preset', 'as_recipe']
 
 # %% ../../nbs/11_quantizer.ipynb #2eb00004
 import json
-import math
 from dataclasses import InitVar, asdict, dataclass, replace
 from functools import lru_cache
 
