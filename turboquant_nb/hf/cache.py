@@ -1009,7 +1009,7 @@ def reorder_cache(
             raise
         raise
 
-
+# %% ../../nbs/reference/hf_cache.ipynb #63b10001
 @patch
 def stands(
     self: TurboQuantCache,
