@@ -315,7 +315,7 @@ def test_what_is_refused(how, why):
 
 
 def test_models_that_it_does_not_serve_and_files():
-    with refuses("memory= serves keys and values, and layer 0 has latents"):
+    with refuses("memory= must know keys and values, and layer 0 has"):
         TurboQuantCache(tiny("deepseek_v3"), memory="1GB")
     model = tiny("llama", head_dim=16)
     with refuses("memory must be an integer", TypeError):

@@ -9,7 +9,6 @@ __all__ = ['FLOORS', 'coarser', 'ladder', 'PlainMemory', 'TieredStore', 'Stand',
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from fastcore.basics import patch
@@ -178,10 +177,8 @@ def settle(
     """Let tokens stand so: older ones move to fewer bits, new ones come, what lies before the
     first end is freed. If that is broken off, what was moved has moved, and nothing is lost."""
     first, *coded, length = ends
-    if first > self.length:  # new tokens that nothing has room for
-        cells = self.resized(self.length, self.length)
-        commit(lambda: (self.tiers.clear(), self.have(cells, first, first)))
-    self.evict(first)
+    if first > self.freed:
+        _keep(self, first, max(first, self.length))
     _lose_planes(self, ends)
     while self.offset < coded[-1]:
         # a run that a crop has cut within a tile is filled first
@@ -311,20 +308,8 @@ def read(
 def evict(self: TieredStore, before: int) -> None:
     "Free whole tiles of positions below `before`, the oldest first."
     to = min(checks.whole(before, "before"), self.length) // self.tile * self.tile
-    if to <= self.freed:
-        return
-    gone = [i for i, run in self.tiers.items() if run.length <= to]
-    offset = max(to, self.offset)
-    cells = self.resized(offset, self.length)
-
-    def change():
-        for i in gone:
-            self.tiers.pop(i, None)
-        self.have(cells, offset, self.length)
-
-    commit(change)
-    if self.tiers:
-        self.runs[0].evict(to)
+    if to > self.freed:
+        _keep(self, to, self.length)
 
 
 @patch
@@ -334,22 +319,26 @@ def crop(self: TieredStore, tokens: int, tail=None) -> None:
     n = abs(checks.whole(tokens, "tokens"))
     if n > (held := self.length - self.freed):
         raise ValueError(f"cannot crop {n} tokens of {held} held")
-    length = self.length - n
-    begin = min(self.offset, length)
-    cells = self.resized(begin, length)
-    gone = [i for i, run in self.tiers.items() if run.offset >= length]
+    _keep(self, self.freed, self.length - n)
+
+
+def _keep(store: TieredStore, first: int, last: int) -> None:
+    "Hold no other positions than [first, last)."
+    begin = min(max(first, store.offset), last)
+    cells = store.resized(begin, last)
+    left = {i: x for i, x in store.tiers.items() if x.length > first and x.offset < last}
 
     def change():
-        for i in gone:
-            self.tiers.pop(i, None)
-        for run in self.tiers.values():
-            run.length = min(run.length, length)
-            run._recent_from = min(run._recent_from, length)
+        store.tiers = left
+        for run in left.values():
+            run.length = min(run.length, last)
+            run._recent_from = min(run._recent_from, last)
             run.changed()
-        self.have(cells, begin, length)
+        store.have(cells, begin, last)
 
     commit(change)
-    for run in self.tiers.values():
+    for run in left.values():
+        run.evict(first)
         _have_room(run, run.length)
 
 
@@ -360,14 +349,11 @@ def code_again(
 ) -> None:
     "Begin anew with other ranges, and let the tokens stand as they stood."
     start, end, k, v = states
-    other, ends = copy(self), self.ends
-    other.key, other.value = other.parts = [copy(part) for part in self.parts]
-    for part in other.parts:
-        part.memory = copy(part.memory)
-        part.memory.allocate((self.batch, self.heads), self.device)
-    other.tiers, other.length, other.offset = {}, 0, 0
+    other = copy(self)
+    other.key, other.value = other.parts = [x.having(x.tensors) for x in self.parts]
+    _keep(other, 0, 0)
     other.ranges = Ranges(self.batch, self.device, start)
-    other.settle(ends, k, v)
+    other.settle(self.ends, k, v)
     other.ranges.end = end
     commit(lambda: vars(self).update(vars(other)))
 
@@ -378,7 +364,8 @@ class Stand:
 
     ends: tuple  # as `TieredStore.ends`
     cells: tuple  # bytes of a cell in each tier, the exact one last: there it is a quarter
-    fixed: tuple  # bytes that each tier has besides while it holds tokens
+    sinks: int  # bytes that a tier of codes has besides while it holds tokens
+    rest: int  # bytes whatever it holds
     tile: int = TILE
     recent: int = 64  # newest tokens, which stay exact
     window: int | None = None  # tokens that a query sees; None: all
@@ -397,22 +384,20 @@ class Stand:
     ) -> "Stand":
         "By the numbers of a layer, whether there is a store or not."
         rows, size = batch * heads, sum(sizes) * dtype.itemsize
-        sides = [zip((r.key, r.value), sizes) for r in recipes]
-        cells = [sum(_coded_bytes(spec, d, tile) for spec, d in side) for side in sides]
-        cells = [rows * x for x in (*cells, tile // 4 * size)]
+        cell = lambda r: sum(map(_coded_bytes, (r.key, r.value), sizes, (tile, tile)))
+        cells = [rows * x for x in (*map(cell, recipes), tile // 4 * size)]
         sinks = rows * recipes[0].sinks * size + 24  # with flags
-        exact = 8 * batch + 4 * heads * sizes[0]  # with the frame
-        ends = (0,) * (len(recipes) + 2) if ends is None else ends
-        fixed = (*[sinks] * len(recipes), exact)
-        return cls(ends, tuple(cells), fixed, tile, window=window)
+        rest = 8 * batch + 4 * heads * sizes[0]  # starts, and the frame
+        ends = ends or (0,) * (len(recipes) + 2)
+        return cls(ends, tuple(cells), sinks, rest, tile, window=window)
 
     @property
     def nbytes(self) -> int:
         "Bytes of all tiers."
         *coded, exact = [b - a for a, b in zip(self.ends, self.ends[1:])]
-        out = self.fixed[-1] - (-exact // (self.tile // 4)) * self.cells[-1]
-        for n, cell, fixed in zip(coded, self.cells, self.fixed):
-            out += (fixed if n else 0) - (-n // self.tile) * cell
+        out = self.rest - (-exact // (self.tile // 4)) * self.cells[-1]
+        for n, cell in zip(coded, self.cells):
+            out += (n > 0) * self.sinks - (-n // self.tile) * cell
         return out
 
     def grown(self, n: int) -> "Stand":
@@ -503,7 +488,7 @@ class Budget:
         if fits(now):
             return now
         for i, j in self.steps(now):
-            make = partial(_with_moved, now, i, j)
+            make = lambda n, i=i, j=j: [*now[:j], now[j].moved(i, n), *now[j + 1 :]]
             now, done = _least(now[j].movable(i), make, fits)
             if done:
                 return now
@@ -511,7 +496,8 @@ class Budget:
         if self.full == "evict":
             first = min(x.ends[0] for x in now if x.window is None or x is now[0])
             last = min(held or end, end - now[0].recent)
-            make = partial(_with_freed, now, first)
+            cut = lambda x, n: x if x.window else x.freed(first + n * x.tile)
+            make = lambda n: [cut(x, n) for x in now]
             now, done = _least((last - first) // now[0].tile, make, fits)
             if done:
                 return now
@@ -546,19 +532,6 @@ class Budget:
         self.entered = (*self.entered, *new) if tiers else ()
         for i in new if self.on_tier else ():
             self.on_tier(self.bits(i), stands[0].ends[-1])
-
-
-def _with_moved(stands: list, tier: int, layer: int, tiles: int) -> list:
-    "Stands after tiles of one layer have moved."
-    out = [*stands]
-    out[layer] = out[layer].moved(tier, tiles)
-    return out
-
-
-def _with_freed(stands: list, first: int, tiles: int) -> list:
-    "Stands without the oldest tiles, from position `first` on, of layers that see all tokens."
-    before = first + tiles * stands[0].tile
-    return [x.freed(before) if x.window is None else x for x in stands]
 
 
 def _last(low: int, high: int, fits) -> int:

@@ -89,10 +89,12 @@ def _budget_of(cache) -> dict:
     for x in stands:
         spans = enumerate(zip(x.ends, x.ends[1:]))
         tokens.append({budget.bits(i): b - a for i, (a, b) in spans if b > a})
-    reach, bits = budget.reach(stands, tables), sorted({b for x in tokens for b in x})
-    have = ", ".join(f"{b} bits in {sum(b in x for x in tokens)}" for b in bits[::-1])
-    line = f"\nof {budget.memory:,} bytes; layers with tokens of {have or 'none'}; "
-    line += f"at the floor {budget.floor!r} {reach:,} tokens fit"
+    reach, total = budget.reach(stands, tables), Counter()
+    for x in tokens:
+        total.update(x)
+    have = ", ".join(f"{n // len(tokens):,} at {b}" for b, n in sorted(total.items())[::-1])
+    line = f"\nof {budget.memory:,} bytes; tokens of a layer by bits: {have or 'none'}; "
+    line += f"at the floor {budget.floor!r} {reach:,} fit"
     more = dict(memory=budget.memory, floor=budget.floor, full=budget.full)
     return more | dict(tokens=tokens, reach=reach, line=line)
 
@@ -263,21 +265,23 @@ def _check_memory(info: ModelInfo, model, others: dict) -> None:
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("memory= counts the bytes of one device, and the model has several")
     for x in info.coded:
-        if x.latent is not None:
-            raise ValueError(f"memory= serves keys and values, and layer {x.index} has latents")
-        if x.sized_by:
-            why = f"{x.sized_by} says nothing of each"
-            raise ValueError(f"memory= must know the heads of layer {x.index}: {why}")
+        if x.latent is not None or x.sized_by:
+            what = x.sized_by or "latents"
+            raise ValueError(
+                f"memory= must know keys and values, and layer {x.index} has {what}"
+            )
 
 
 def _table_bytes(layers: list) -> int:
     "Bytes of rotations and codebooks that layers under a budget share."
-    found = {}
-    for x in layers:
-        sizes = x.info.key_size, x.info.value_size
-        for spec, d in ((s, d) for r in x.tiers for s, d in zip((r.key, r.value), sizes)):
-            q = shared_quantizer(spec, d, torch.device("cpu"))
-            found |= {t.data_ptr(): t.nbytes for t in (*q.rotation.tables, *q.code.tables)}
+    sides = {
+        side
+        for x in layers
+        for r in x.tiers
+        for side in ((r.key, x.info.key_size), (r.value, x.info.value_size))
+    }
+    qs = [shared_quantizer(*side, torch.device("cpu")) for side in sides]
+    found = {t.data_ptr(): t.nbytes for q in qs for t in (*q.rotation.tables, *q.code.tables)}
     return sum(found.values()) + sum(4 * len(f) for f in {x.inv_freq or () for x in layers})
 
 
