@@ -154,7 +154,8 @@ def test_no_byte_more_than_the_budget(seed):
             elif what == "rows":
                 more = rng.random() < 0.5 and run.batch < 3
                 index = [0, *range(run.batch)] if more else [run.batch - 1]
-                run.cache.batch_select_indices(torch.tensor(index))
+                move = run.cache.reorder_cache if more else run.cache.batch_select_indices
+                move(torch.tensor(index))
                 run.each(lambda x: x[index])
             elif what == "copy":
                 run.cache = copy.deepcopy(run.cache)
@@ -297,7 +298,7 @@ def test_who_moves_first():
             dict(memory=50_000),
             "holds 0 tokens at the floor 'k2v2', fewer than one block of 256",
         ),
-        (dict(memory="1MB", tokens=10**6), "fewer than tokens=1,000,000: give more"),
+        (dict(memory="1MB", tokens=10**6), "fewer than tokens = 1,000,000: give more"),
         (dict(memory="1MB", tokens=0), "tokens must be an integer of at least 1, got 0"),
         (dict(memory="1MB", floor="k1v1"), "floor must be one of 'k4v4', 'k3v3', 'k2v2'"),
         (dict(memory="1MB", floor="k2v2-trellis"), "planes of those of 4 bits, got"),

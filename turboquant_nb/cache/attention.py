@@ -621,9 +621,8 @@ def exact_answer(
     rule, store, q, k, v, mask, first, _, _, bias = call
     past = store.length - (0 if k is None else k.shape[2])
     first = min(store.offset, past) if first is None else first
-    states = store.read(max(first, store.offset), max(past, store.offset, first))
+    states = store.read(first, max(first, past))
     if k is not None:
-        first = max(first, min(past, store.offset))
         late = max(0, first - past)
         states = [torch.cat([x, y[:, :, late:]], 2) for x, y in zip(states, (k, v))]
     if mask is None:

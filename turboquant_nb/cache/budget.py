@@ -510,19 +510,18 @@ class Budget:
 
     def reach(self, stands: list, tables) -> int:
         "Tokens that all layers hold when the floor is full."
-        x, held = stands[0], stands[0].ends[-1]
+        held, recent, block = stands[0].ends[-1], stands[0].recent, stands[0].tile // 4
 
         def fits(length):
             now = [x.grown(max(0, length - held)) for x in stands]
-            now = [x if x.window is None else x.freed(x.ends[-1] - x.window) for x in now]
+            now = [x.freed(x.ends[-1] - x.window) if x.window else x for x in now]
             for i, j in self.steps(now):
                 now[j] = now[j].moved(i, now[j].movable(i))
             return self.total(now, tables) <= self.memory
 
         # most is exact where one token more lets a block move
-        blocks = _last(-1, 2**40 // x.tile, lambda n: fits(n * x.tile // 4 + x.recent - 1))
-        low = max(0, blocks * x.tile // 4 + x.recent - 1)
-        return max(held, _last(low, low + x.tile // 4, fits))
+        worst = lambda n: max(0, n - (n - recent + 1) % block)
+        return max(held, _last(0, 2**40, lambda n: fits(n) and fits(worst(n))))
 
     def note(self, stands: list) -> None:
         "Say which tiers hold tokens for the first time."

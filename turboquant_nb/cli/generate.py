@@ -56,9 +56,6 @@ class Length:
     floor: str | None = option(
         None, "With --memory: the fewest bits, k4v4, k3v3 or k2v2; default: k2v2."
     )
-    forget: bool = option(
-        False, "With --memory: forget the oldest tokens where even the floor is full."
-    )
     prefill_chunk: int | None = option(
         None,
         "Read the prompt so many tokens at a time: less memory at once, and later parts read "
@@ -79,7 +76,6 @@ class Length:
             how["recipe"] = asked.fitted(model)
         else:
             how |= dict(memory=self.memory, floor=self.floor or "k2v2")
-            how |= dict(full="evict" if self.forget else "error")
             say = lambda bits, n: note(f"at {n:,} tokens, older ones come to {bits} bits")
             how["on_tier"] = note and say
 
@@ -91,8 +87,8 @@ class Length:
 
     def check(self, asked: Asked) -> None:
         "Raise Usage for options that do not go together."
-        if self.memory is None and (self.floor or self.forget):
-            raise Usage("--floor and --forget have a meaning only with --memory")
+        if self.floor and self.memory is None:
+            raise Usage("--floor has a meaning only with --memory")
         if self.memory is not None and not asked.is_default:
             raise Usage("--memory has recipes of its own: leave --recipe and its changes out")
 

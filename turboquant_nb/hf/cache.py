@@ -375,15 +375,6 @@ def _begin(module, args, kwargs) -> None:
         return None if cache.static else eagerly(_begin, module, args, kwargs)
     if cache.take(hooked=True):  # else a model around this one was looked at
         cache.running.drafts = _check_pass(cache, module, kwargs)
-        if cache.budget and cache.coded_layers[0].is_initialized:
-            _make_room_for(cache, args, kwargs)
-
-
-def _make_room_for(cache, args: tuple, kwargs: dict) -> None:
-    "Let tokens move before masks are made for those that stay, where the call says how many."
-    for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
-        if isinstance(x, Tensor) and x.ndim >= 2:
-            return cache.make_room(x.shape[1])
 
 
 def _end(module, args, kwargs, out) -> None:
@@ -527,6 +518,8 @@ class TurboQuantCache(Cache):
         "Length and first position of the keys that the next update of a layer returns."
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.get_mask_sizes, query_length, layer_idx)
+        if self.budget and self.coded_layers[0].is_initialized:
+            self.make_room(query_length)  # a mask is of the tokens that stay
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
             return length, first
@@ -971,14 +964,7 @@ def _repeat_rows(self: TurboQuantCache, repeats: int) -> None:
     super(TurboQuantCache, self).batch_repeat_interleave(repeats)
 
 
-def _select_rows(self: TurboQuantCache, indices: Tensor) -> None:
-    "Keep the rows `indices`, or those that a bool mask says, in all layers."
-    self.make_rows(int(indices.sum()) if indices.dtype == torch.bool else len(indices))
-    super(TurboQuantCache, self).batch_select_indices(indices)
-
-
 TurboQuantCache.batch_repeat_interleave = _repeat_rows
-TurboQuantCache.batch_select_indices = _select_rows
 
 
 @patch
@@ -1044,15 +1030,11 @@ def check_reach(
 ) -> None:
     "Raise ValueError for a budget that holds fewer tokens of one sequence."
     found, tables = self.stands(1, dtype)
-    tile, floor = found[0].tile, self.budget.floor
-    tokens = None if tokens is None else checks.whole(tokens, "tokens", 1)
-    reach = self.budget.reach(found, tables)
-    if reach < (tokens or tile):
-        what = f"one block of {tile}" if tokens is None else f"tokens={tokens:,}"
-        got = (
-            f"memory={self.budget.memory:,} bytes holds {reach:,} tokens at the floor {floor!r}"
-        )
-        raise ValueError(f"{got}, fewer than {what}: give more")
+    least = found[0].tile if tokens is None else checks.whole(tokens, "tokens", 1)
+    if (reach := self.budget.reach(found, tables)) < least:
+        what = "one block of" if tokens is None else "tokens ="
+        got = f"memory={self.budget.memory:,} bytes holds {reach:,} tokens at the floor"
+        raise ValueError(f"{got} {self.budget.floor!r}, fewer than {what} {least:,}: give more")
 
 
 @patch
