@@ -629,8 +629,8 @@ def attended_store(
     tiers=(),
     base=10000.0,
 ):
-    """A query, a store with T tokens, and the last m of them exact. `tiers`: where those of 2, 3
-    and 4 bits end, and the others lie as they came."""
+    """A query, a store with T tokens, and the last m of them exact. `tiers`: where those of 2,
+    3 and 4 bits end, and the others lie as they came."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     g = seeded(1)
     rand = lambda *s: torch.randn(*s, generator=g)

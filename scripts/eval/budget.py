@@ -4,10 +4,10 @@ budget --out FILE [--text FOLDER] [--windows 6] [--length 2048] [--chunk 128] [-
 Windows are the first tokens of a folder's texts, in alphabetical order, of those that are long
 enough. A window comes in chunks, each of which reads the tokens before it from the cache and
 its own exactly; states are bfloat16. A budget is what the fixed recipe held at the end of a
-window, or the least that holds one at all, so the row of a budget stands for that of its recipe. Losses are of the tokens behind
-the prompt, and of the last quarter of a window alone, where the budget is shortest. Gate:
-before the first move logits are those of transformers' own cache, bit for bit, and no chunk
-leaves more bytes than the budget allows."""
+window, or the least that holds one at all, so the row of a budget stands for that of its
+recipe. Losses are of the tokens behind the prompt, and of the last quarter of a window alone,
+where the budget is shortest. Gate: before the first move logits are those of transformers'
+own cache, bit for bit, and no chunk leaves more bytes than the budget allows."""
 
 import math
 from pathlib import Path
@@ -66,7 +66,7 @@ def read(a, model, row, make):
 
 
 def cache_of(model, memory=None, **how):
-    "A cache that is read by the model's own attention; its states have 16 bits, not the model's."
+    "A cache that the model's own attention reads; its states have 16 bits, not the model's."
     cache = TurboQuantCache(model, attention="dense", memory=memory and MOST, **how)
     if memory:
         cache.budget.memory = memory

@@ -185,7 +185,7 @@ def test_no_byte_more_than_the_budget(seed):
 @pytest.mark.parametrize("name", ("llama", "qwen2", "gemma3_text", "gpt_oss"))
 @pytest.mark.parametrize("attention", ("sdpa", "eager"))
 def test_before_the_first_move_it_is_transformers_own(name, attention):
-    """Bit for bit, padding and beams included. The mutant has a budget that lets tokens move."""
+    "Bit for bit, padding and beams included. The mutant's budget lets tokens move."
     model = tiny(name, head_dim=16, max_position_embeddings=1024)
     model.set_attn_implementation(attention if name != "gpt_oss" else "eager")
     inputs = prompt(2, 600)
