@@ -18,10 +18,11 @@ class Report(dict):
     prefill (exact), kernel, codes (PyTorch, or a processor's kernel), chunk (long chunks, block
     by block), dense (the past was decoded for another attention; why, and the cure, stand in
     "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
-    in "graphs" instead. "budget" has, under `memory=`, the bytes allowed, for each layer how many
-    tokens have how many bits, and how many fit at the floor. "backends" names what attended on
-    codes, "reasons" says why not a kernel; "coded" what coded. "frame" is where the frame of
-    its keys came from: of which text, "given", or "none"."""
+    in "graphs" instead. "budget" has, under
+    `memory=`, the bytes allowed, for each layer how many tokens have how many bits, and how
+    many fit at the floor. "backends" names what attended on codes, "reasons" says why not a
+    kernel; "coded" what coded. "frame" is where the frame of its keys came from: of which text,
+    "given", or "none"."""
 
     def __str__(self):
         r = self
