@@ -563,7 +563,7 @@ WINGS = {
     "": "testing checks files results",
     "theory": "codebook rotation rope centre qjl transforms rates trellis",
     "quant": "quantizer recipe codes layers calibration",
-    "cache": "packing exact memory clock store decay disk attention pages",
+    "cache": "packing exact memory clock store budget disk attention pages",
     "kernels": ("encode viterbi decode decode_mma blocks launch cpu cells cell_attention ops"),
     "hf": (
         "model_info hooks latents attention graphs layer frame compiled runner cache archive"

@@ -59,6 +59,11 @@ EXPERIMENTS = {
         "bench.serving", "a vLLM engine with codes in its blocks, bf16 and fp8", needs="vllm"
     ),
     # --- quality
+    "budget": Entry(
+        "eval.budget",
+        "perplexity under a budget, and of fixed recipes that hold as many bytes",
+        "--windows 1 --length 256 --prompt 128",
+    ),
     "mutants": Entry(
         "eval.mutation",
         "how many small changes of the code the tests notice",

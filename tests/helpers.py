@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache.clock import CAPTURE
-from turboquant_nb.cache.decay import DecayStore
+from turboquant_nb.cache.budget import TieredStore, ladder
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
@@ -626,10 +626,11 @@ def attended_store(
     big=False,
     scale_dtype="float16",
     table="sphere",
-    decay=0,
+    tiers=(),
     base=10000.0,
 ):
-    "A query, a store with T tokens, and the last m of them exact."
+    """A query, a store with T tokens, and the last m of them exact. `tiers`: where those of 2,
+    3 and 4 bits end, and the others lie as they came."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     g = seeded(1)
     rand = lambda *s: torch.randn(*s, generator=g)
@@ -655,8 +656,9 @@ def attended_store(
     k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
     mean = k.mean((0, 2))
     more |= dict(inv_freq=inv_freq, frame=LayerFrame(mean, mean))
-    kind = DecayStore if decay else KVStore
-    store = kind(recipe, B, H, d, dv, dtype, device, tile=tile, **more)
+    how = (B, H, d, dv, dtype, device)
+    store = TieredStore if tiers else KVStore
+    store = store(ladder(top=recipe) if tiers else recipe, *how, tile=tile, **more)
     if start is not None:
         store.set_range(start=torch.tensor(start))
     q = rand(B, n, H * G, d).transpose(1, 2)
@@ -668,8 +670,8 @@ def attended_store(
     store.append(k[:, :, -n:], v[:, :, -n:])
     if end is not None:
         store.set_range(end=torch.tensor(end))
-    if decay:
-        store.decay(decay)
+    if tiers:
+        store.settle((0, *tiers, T))
     if evict:
         store.evict(evict)
     return q, store, dict(k=k[:, :, -m:], v=v[:, :, -m:]) if m else {}

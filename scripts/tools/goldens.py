@@ -45,7 +45,6 @@ def recipes() -> dict:
         "2 bits, trellis": trellis(2),
         "3 bits, trellis": trellis(3),
         "2 bits, pair scale": paired,
-        "3 bits, decay": replace(whole["k4v4"], decay=64),
     }
 
 

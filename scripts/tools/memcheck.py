@@ -34,7 +34,7 @@ from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.cache.pages import Exact, Recent, Requests
-from turboquant_nb.cache.decay import DecayStore
+from turboquant_nb.cache.budget import coarser
 from turboquant_nb.cache.store import KVStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,34 +153,31 @@ def store_case(case):
     )
 
 
-# batch, KV heads, group, head size, key bits, value bits, residual of keys, tokens that a decay
-# begins behind (None: none)
+# batch, KV heads, group, head size, key bits, value bits, residual of keys, whether both sides
+# have lost a plane
 PARTS = [
-    (1, 3, 4, 128, 2.5, 3.5, "none", None),
-    (2, 1, 3, 64, 4, 2.25, "qjl", None),
-    (1, 2, 5, 48, 3, 4, "none", 150),
-    (1, 3, 2, 96, 3.5, 2.5, "none", 150),
+    (1, 3, 4, 128, 2.5, 3.5, "none", False),
+    (2, 1, 3, 64, 4, 2.25, "qjl", False),
+    (1, 2, 5, 48, 3, 4, "none", True),
+    (1, 3, 2, 96, 3.5, 2.5, "none", True),
 ]
 
 
 def part_case(case):
-    """Codes without one table: channels of two bit widths, a QJL residual; old tokens in a
-    store of their own; with exact first and recent tokens."""
-    batch, heads, group, d, k_bits, v_bits, residual, decay = case
+    """Codes without one table: channels of two bit widths, a QJL residual; codes that have lost
+    a plane; with exact first and recent tokens."""
+    batch, heads, group, d, k_bits, v_bits, residual, lost = case
     recipe = Recipe(
         Spec(k_bits, center="fixed", residual=residual), Spec(v_bits), sinks=3, recent=5
     )
     more = dict(device=DEVICE, tile=64, frame=frame_of(heads, d))
-    kind = DecayStore if decay else KVStore
-    store = kind(recipe, batch, heads, d, dtype=torch.bfloat16, **more)
+    recipe = coarser(recipe) if lost else recipe
+    store = KVStore(recipe, batch, heads, d, dtype=torch.bfloat16, **more)
     for n in (255, 1, 3):
         x = states(2, batch, heads, n, d)
         (KVStore.append if encode_launch.refuses(recipe, d, device=DEVICE) else append.append)(
             store, *x
         )
-        if decay and n == 255:
-            store.decay(decay)
-            assert store.older.length
         q = states(batch, heads * group, min(n, 3), d)
         for chunk in ((), x) if n < 255 else ((),):
             with torch.no_grad():
@@ -189,7 +186,7 @@ def part_case(case):
     done(
         f"codes without a table: batch {batch}, {heads} KV heads, group {group}, d={d}, "
         f"{k_bits}/{v_bits} bits, residual {residual}, "
-        f"{f'decay behind {decay} tokens' if decay else 'no decay'}"
+        f"{'a plane lost' if lost else 'all planes'}"
     )
 
 

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.cache.decay import store_class
 from turboquant_nb.quant.quantizer import decode
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
@@ -35,7 +35,7 @@ def filled(
     half = max(d // 2 - seed % 2, 1)  # channel pairs that rotate
     kwargs |= dict(inv_freq=0.6 ** torch.arange(1.0, half + 1), tile=tile)
     frame = random_frame(heads, d, 2 * half, seed)
-    store = store_class(recipe)(recipe, batch, heads, d, dv, dtype, frame=frame, **kwargs)
+    store = KVStore(recipe, batch, heads, d, dv, dtype, frame=frame, **kwargs)
     k, v = (torch.randn(batch, heads, tokens, x, generator=g).to(dtype) for x in (d, dv))
     if start is not None:
         store.set_range(start=start)

@@ -18,7 +18,7 @@ import turboquant_nb
 from turboquant_nb.cache.store import KVStore, crop_together, make_room, tail_with
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
-from turboquant_nb.cache.decay import store_class
+from turboquant_nb.cache.budget import TieredStore, ladder
 from turboquant_nb.kernels import decode, encode as kernel, ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -71,10 +71,19 @@ def store(tokens: int, spec=None, **more):
     recipe = Recipe(Spec(3, **kinds), Spec(4), **dict(sinks=2, recent=5) | more)
     rope = dict(inv_freq=FREQ) if recipe.key.centre.rotates else {}
     more = dict(tile=TILE, frame=random_frame(H, D, D)) | settings | rope
-    out = store_class(recipe)(recipe, B, H, D, **more)
+    out = KVStore(recipe, B, H, D, **more)
     if tokens:
         out.append(*states(tokens))
-        out.age()
+    return out
+
+
+def tiered(tokens: int, *ends):
+    "A store under a budget, of which so many tokens have 2, 3 and 4 bits."
+    more = dict(tile=TILE, frame=random_frame(H, D, D), inv_freq=FREQ)
+    out = TieredStore(ladder(), B, H, D, **more)
+    out.append(*states(tokens))
+    if ends:
+        out.settle((0, *ends, tokens))
     return out
 
 
@@ -86,7 +95,9 @@ def seen(one) -> list:
     one.sync()
     out = [x for side in ("key", "value") for x in one.exact(side)]
     for run in one.runs:
-        for part in run.parts:
+        if run.tiered:
+            out += run.read(run.offset)
+        for part in () if run.tiered else run.parts:
             codes = part.memory.read(0, run.length - run.offset)
             out += [*codes[:2], *(codes.residual or {}).values()]
             out += [x for x in part.frame if x is not None]
@@ -148,7 +159,7 @@ def chosen(one):
     one.select(torch.tensor([1, 0]))
 
 
-aged = partial(store, decay=8)
+aged = partial(tiered, 40, 8, 16, 24)
 # what makes a store, or several; the update
 UPDATES = {
     "a first chunk": (partial(store, 0), chunk(6)),
@@ -166,7 +177,7 @@ UPDATES = {
         lambda one: one.crop(2, one.tail),
     ),
     "a crop of ends": (lambda: ended(store(20)), lambda one: one.crop(14)),
-    "a crop of old tokens": (partial(aged, 40), lambda one: one.crop(30)),
+    "a crop of old tokens": (aged, lambda one: one.crop(30)),
     "crops of two stores": (
         lambda: [with_tail(partial(store, 20)) for _ in range(2)],
         together,
@@ -178,13 +189,13 @@ UPDATES = {
         lambda one: one.set_range(start=torch.tensor([0, 2])),
     ),
     "starts and ends": (partial(store, 20), partial(moved, end=15)),
-    "starts where tokens are old": (partial(aged, 20), moved),
+    "starts where tokens are old": (partial(tiered, 20, 8, 16, 16), moved),
     "ends": (partial(store, 20), ended),
     "room": (partial(store, 20), lambda one: make_room(one, 40)),
-    "freed tiles": (partial(aged, 40), lambda one: one.evict(20)),
-    "freed young tiles": (partial(aged, 40), lambda one: one.evict(33)),
-    "tokens that grow old": (partial(store, 40, decay=50), lambda one: one.decay(20)),
-    "a chunk behind old tokens": (partial(aged, 20), chunk(13)),
+    "freed tiles": (aged, lambda one: one.evict(12)),
+    "freed exact tiles": (aged, lambda one: one.evict(33)),
+    "exact rows": (aged, lambda one: one.select(torch.tensor([1, 1, 0]))),
+    "a chunk behind old tokens": (aged, chunk(13)),
     "a move": (lambda: ended(store(20)), lambda one: one.to("cpu")),
     "static: a first chunk": (partial(fixed, 0), chunk(9)),
     "static: a chunk": (partial(fixed, 20), chunk(9)),

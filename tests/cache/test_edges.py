@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from turboquant_nb.cache.attention import attend
-from turboquant_nb.cache.decay import DecayStore
+from turboquant_nb.cache.budget import TieredStore, coarser, ladder
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -105,8 +105,8 @@ def test_what_is_left_of_a_tail_ends_with_the_store(recent, crop, static):
 
 
 def test_codes_outside_an_embedded_table_are_refused():
-    store = DecayStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=8), 1, 1, 8, tile=8)
-    code, symbols = store.older.key.q.code, torch.tensor([[3] * 8], dtype=torch.uint8)
+    store = KVStore(coarser(Recipe(Spec(3), Spec(3))), 1, 1, 8)
+    code, symbols = store.key.q.code, torch.tensor([[3] * 8], dtype=torch.uint8)
     assert code.levels(symbols, check_range=True).isfinite().all()
     with refuses(r"codes must lie in 0\.\.3, got 4"):
         code.levels(symbols + 1, check_range=True)
@@ -167,13 +167,14 @@ def test_the_counter_among_the_flags_is_no_flag():
 
 
 def test_a_store_that_lost_all_has_no_old_tokens():
-    store = DecayStore(Recipe(Spec(3), Spec(3), sinks=0, recent=0, decay=4), 2, 2, 8, tile=8)
+    store = TieredStore(ladder("k3v3"), 2, 2, 8, tile=8)
     store.append(*states(40))
-    store.age()
-    assert store.older.length == 32
-    for crop, left in ((7, 32), (16, 16), (16, 0), (1, 0)):  # 33, 17, 1 and 0 tokens
+    store.settle((0, 16, 32, 40))
+    # to 33, 17, 1 and 0 tokens
+    for crop, ends in ((7, (16, 32, 33)), (16, (16, 17, 17)), (16, (1, 1, 1)), (1, (0, 0, 0))):
         store.crop(crop)
-        assert store.older.length == left and store.nbytes == expected_nbytes(store)
+        assert store.ends == (0, *ends)
+    assert not store.tiers and store.nbytes == store.start.nbytes
 
 
 @pytest.mark.parametrize("parts", ((16,), (10, 6), (15, 1)))

@@ -20,10 +20,9 @@ from turboquant_nb.cache.store import (
     row_tensors,
     tables_of,
 )
-from turboquant_nb.quant.quantizer import COARSER, Spec, channel_bits, decode
+from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
 from turboquant_nb.quant.codes import make_quantizer
-from turboquant_nb.cache.decay import DecayStore, store_class
 from turboquant_nb.cache.exact import ExactTokens
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.testing import same
@@ -36,9 +35,7 @@ def make(recipe="k3v3", batch=2, heads=2, d=8, dv=None, **kwargs):
     if "frame" not in kwargs:
         kwargs["frame"] = frame_for(heads, d, kwargs.get("inv_freq"))
     recipe = as_recipe(recipe)
-    may_decay = kwargs.pop("decays", False) and truncates(recipe, d, dv or d)
-    kind = DecayStore if may_decay else store_class(recipe)
-    return kind(recipe, batch, heads, d, dv, **kwargs)
+    return KVStore(recipe, batch, heads, d, dv, **kwargs)
 
 
 def frame_for(heads, d, inv_freq=None):
@@ -98,23 +95,12 @@ class Dense:
     `recent` slots. Positions below `old` have lost the last bit of codes of 3 and 4 bits."""
 
     def __init__(self, store):
-        self.recipe, self.dtype, self.tile, self.old = (
-            store.recipe,
-            store.dtype,
-            store.tile,
-            0,
-        )
-        # positions coded again from what was read: a processor may multiply few rows in another
-        # order than many, so that the states were not the same to the bit
-        self.again = frozenset()
+        self.recipe, self.dtype = store.recipe, store.dtype
         self.raw = [
             torch.zeros(store.batch, store.heads, 0, s.q.d, dtype=store.dtype)
             for s in (store.key, store.value)
         ]
-        self.coded, self.truncated = (
-            [x.clone() for x in self.raw],
-            [x.clone() for x in self.raw],
-        )
+        self.coded = [x.clone() for x in self.raw]
         self.start, self.slots, self.inv_freq = (
             store.start.clone(),
             {},
@@ -133,8 +119,6 @@ class Dense:
         return self.raw[0].shape[2]
 
     def append(self, *new):
-        if self.recipe.decay:
-            self.decay(self.length - self.recipe.decay)
         if not new[0].shape[2]:
             return
         recent = self.recipe.recent
@@ -145,13 +129,12 @@ class Dense:
         for i, x in enumerate(new):
             if i == 0 and self.pair is not None:
                 x = (x.float() * self.pair).to(self.dtype)
-            coded, truncated = self.as_coded(i, x, first)
+            coded = self.as_coded(i, x, first)
             self.raw[i] = torch.cat([self.raw[i], x], 2)
             self.coded[i] = torch.cat([self.coded[i], coded], 2)
-            self.truncated[i] = torch.cat([self.truncated[i], truncated], 2)
 
     def as_coded(self, i, x, first):
-        "What states from position `first` on are read as, young and old."
+        "What states from position `first` on are read as."
         at = torch.arange(first, first + x.shape[2])
         at = (at - self.start[:, None]).clamp(min=0)[:, None]  # [B, 1, n], from the first token
         spec, mean = (self.recipe.key, self.recipe.value)[i], None
@@ -160,14 +143,7 @@ class Dense:
         q = make_quantizer(spec, x.shape[3])
         if spec.center == "pre_rope":
             mean = rotated(mean.expand(-1, -1, x.shape[2], -1), at, self.inv_freq)
-        code = q.encode(x, mean)
-        coded = decode(q, code, mean, self.dtype)
-        drop = torch.tensor([b > 2 for b in q.channel_bits])
-        if spec.residual == "qjl" or spec.codebook == "trellis" or not drop.any():
-            return coded, coded
-        short = make_quantizer(replace(spec, codebook=COARSER + spec.codebook), q.d)
-        code = code._replace(codes=code.codes >> drop.to(torch.uint8))
-        return coded, decode(short, code, mean, self.dtype)
+        return decode(q, q.encode(x, mean), mean, self.dtype)
 
     @property
     def exact_from(self):
@@ -180,34 +156,14 @@ class Dense:
             first -= 1
         return first
 
-    def decay(self, before):
-        before = min(before, self.exact_from)
-        self.old = max(self.old, before // self.tile * self.tile)
-
-    def code_again(self, length):
-        "Old tokens of the last tile that is left are young again, coded as they read."
-        first = length // self.tile * self.tile
-        self.again = self.again | {*range(first, length)}
-        for i, x in enumerate(self.framed()):
-            x = x[:, :, first:length]
-            if x.shape[2]:
-                coded = self.as_coded(i, x, first)
-                self.coded[i][:, :, first:length], self.truncated[i][:, :, first:length] = coded
-        self.old = first
-
     def crop(self, n):
-        if self.length - n < self.old:
-            self.code_again(self.length - n)
         if n:
-            self.raw, self.coded, self.truncated = (
-                [x[:, :, : self.length - n] for x in pair]
-                for pair in (self.raw, self.coded, self.truncated)
+            self.raw, self.coded = (
+                [x[:, :, : self.length - n] for x in pair] for pair in (self.raw, self.coded)
             )
 
     def rows(self, f):
-        self.raw, self.coded, self.truncated = (
-            [f(x) for x in pair] for pair in (self.raw, self.coded, self.truncated)
-        )
+        self.raw, self.coded = ([f(x) for x in pair] for pair in (self.raw, self.coded))
         self.start = f(self.start)
 
     def read(self, first=0):
@@ -230,11 +186,8 @@ class Dense:
         return (recent | self.is_sink())[:, None, :, None]
 
     def framed(self):
-        old = (torch.arange(self.length) < self.old)[:, None]
-        return [
-            torch.where(self.is_exact(), raw, torch.where(old, truncated, coded))
-            for raw, truncated, coded in zip(self.raw, self.truncated, self.coded)
-        ]
+        exact = self.is_exact()
+        return [torch.where(exact, raw, coded) for raw, coded in zip(self.raw, self.coded)]
 
 
 def check(store, dense):
@@ -245,13 +198,10 @@ def check(store, dense):
     real = (torch.arange(store.freed, store.length) >= store.start[:, None])[
         :, None, :, None
     ]  # padding may be exact or coded
-    again = torch.tensor([p in dense.again for p in range(store.freed, store.length)])
-    again = again.bool()[:, None]
     for a, b in zip(got, want):
         assert a.dtype == store.dtype and a.shape == b.shape
         a, b = a.where(real, 0), b.where(real, 0)
-        same(a.where(~again, 0), b.where(~again, 0), allow_empty=True)
-        torch.testing.assert_close(a, b)
+        same(a, b, allow_empty=True)
     if store.length > store.freed:
         parts = [part for run in store.runs for part in run.parts]
         held = [t for part in parts for t in part.tensors.values()]
@@ -302,25 +252,11 @@ def random_recipe(rng, d, dv, limit=None, static=False):
             **{name: rng.choice(choices) for name, choices in frame.items()},
         )
 
-    recipe = Recipe(
+    return Recipe(
         spec(d, center=("none", "fixed", "pre_rope"), pair_scale=("none", "frame")),
         spec(dv or d),
         rng.choice((0, 1, 2, 4, 7)),
         rng.choice((0, 0, 1, 3, 8, 20)),
-    )
-    decay = (
-        rng.choice((None, 1, 6, 25))
-        if limit is None and truncates(recipe, d, dv or d)
-        else None
-    )
-    return Recipe(recipe.key, recipe.value, recipe.sinks, recipe.recent, decay)
-
-
-def truncates(recipe, d, dv):
-    "Whether tokens of such a store can lose a bit."
-    sides = ((recipe.key, d), (recipe.value, dv))
-    return all(s.residual != "qjl" for s, _ in sides) and any(
-        max(channel_bits(s.bits, n)) > 2 for s, n in sides
     )
 
 
@@ -338,7 +274,7 @@ def test_random_operation_sequences(block):
             0.7 ** torch.arange(1.0, rng.randint(1, d // 2) + 1),
         )
         more = dict(dtype=dtype, tile=tile, static=static, inv_freq=freq)
-        more |= {"decays": True} if limit is None else {"max_length": limit}
+        more |= {} if limit is None else {"max_length": limit}
         store = make(
             random_recipe(rng, d, dv, limit, static),
             rng.randint(1, 3),
@@ -353,7 +289,7 @@ def test_random_operation_sequences(block):
         for step in range(rng.randint(6, 18)):
             what = rng.choice(
                 ("append",) * 5
-                + ("crop", "crop", "select", "repeat", "to", "evict", "copy", "state", "decay")
+                + ("crop", "crop", "select", "repeat", "to", "evict", "copy", "state")
             )
             if what == "append":
                 n = rng.choice((0, 1, 1, 2, 3, 7, 17, 30))
@@ -392,11 +328,6 @@ def test_random_operation_sequences(block):
                 store.to("cpu")
             elif what == "copy":
                 store = copy.deepcopy(store)
-            elif what == "decay":
-                if store.decays:
-                    at = rng.randint(-3, store.length + 9)
-                    store.decay(at)
-                    dense.decay(at)
             elif what == "evict" and not static:
                 before = rng.randint(0, store.length + 3)
                 old = store.freed
@@ -428,7 +359,7 @@ def test_the_dense_model_can_fail():
                 )
             )
         )
-        other.raw, other.coded, other.truncated = dense.raw, dense.coded, dense.truncated
+        other.raw, other.coded = dense.raw, dense.coded
         with pytest.raises(AssertionError):
             check(store, other)
     for name in ("mean", "pair"):
@@ -708,62 +639,6 @@ def test_evict_frees_bytes():
 # -----------------------------------------------------------
 
 
-def test_decay_frees_exactly_one_bit_per_value():
-    for spec, freed in (
-        (Spec(3), 1),
-        (Spec(4, residual="sign"), 1),
-        (Spec(2.5), 0.5),
-        (Spec((4, 2, 1, 3) * 4), 0.5),
-    ):
-        store = make(Recipe(spec, Spec(2), 0, 0), 2, 3, 16, tile=64, decays=True)
-        store.append(*states(store, 200))
-        before, data = store.nbytes, [t.data_ptr() for t in store.key.tensors.values()]
-        for at in (-5, 0, 63):  # not one whole tile: nothing moves
-            store.decay(at)
-        assert data == [t.data_ptr() for t in store.key.tensors.values()]
-        store.decay(130)
-        assert before - store.nbytes == 2 * 3 * 128 * 16 * freed / 8
-        parts = [part for run in store.runs for part in run.parts]
-        tensors = [t for part in parts for t in part.tensors.values()]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        # freed, not hidden behind a view
-        assert sum(held.values()) + store.start.nbytes == store.nbytes
-        store.decay(10**9)
-        assert store.older.length == 192
-        assert before - store.nbytes == 2 * 3 * 192 * 16 * freed / 8
-
-
-def test_decay_with_padding_found_late_and_with_eviction():
-    recipe = Recipe(Spec(3, center="fixed"), Spec(4), sinks=2, recent=5, decay=10)
-    early, late = make(recipe, tile=8), make(recipe, tile=8)
-    k, v = states(early, 60)
-    early.set_range(start=torch.tensor([0, 9]))
-    early.append(k, v)
-    late.append(k, v)
-    late.age()
-    assert late.older.length == 48
-    late.set_range(start=torch.tensor([0, 9]), k=k, v=v)
-    assert late.older.length == 0
-    for store in (early, late):
-        store.age()
-    for a, b in zip(early.read(9), late.read(9)):
-        same(a, b)
-    want = early.read(32)
-    for store in (early, late):
-        store.evict(35)
-        older = store.older
-        assert (older.offset, older.length) == (32, 48) and older.key.memory.tiles == 2
-        assert store.nbytes == expected_nbytes(store)
-        for a, b in zip(store.read(), want):
-            same(a, b)
-        store.evict(57)
-        assert (older.offset, older.length) == (56, 56) == (store.offset, store.freed)
-        assert not older.key.memory.tiles and store.nbytes == expected_nbytes(store)
-        store.append(k[:, :, :30], v[:, :, :30])
-        store.age()
-        assert (older.offset, older.length) == (56, 80)
-
-
 def test_a_moved_start_fills_the_window_again():
     "After a crop part of the window is stale; coding all tokens again makes it whole."
     store = make(Recipe(sinks=2, recent=8), tile=8)
@@ -781,20 +656,13 @@ def test_a_moved_start_fills_the_window_again():
     "spec, device", ((Spec(3), "cpu"), (Spec(2.5), "cpu"), (Spec(3, residual="qjl"), "meta"))
 )
 def test_layers_share_their_tables(spec, device):
-    "Stores hold the tensors of one, on any device; truncating one changes no other."
-    stores = [DecayStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(3)]
+    "Stores hold the tensors of one, on any device."
+    stores = [KVStore(Recipe(spec, Spec(4)), 1, 2, 8, device=device) for _ in range(3)]
     ids = {tuple(map(id, tables_of(s))) for s in stores}
     assert len(ids) == 1
     if device == "cpu":
-        first, second = stores[:2]
-        for s in (first, second):
-            s.append(*states(s, 600))
-        first.decay(300)
-        assert first.value.q.code is second.value.q.code is not first.older.value.q.code
-        third = make(Recipe(spec, Spec(4)), 1, decays=True)
-        third.append(*states(third, 600))
-        third.decay(300)
-        assert tuple(map(id, tables_of(first))) == tuple(map(id, tables_of(third)))
+        second = stores[1]
+        second.append(*states(second, 600))
         second.to("cpu")
         assert tuple(map(id, tables_of(second))) in ids
         other = copy.deepcopy(second)
@@ -811,10 +679,8 @@ def test_tables_hold_every_tensor_of_a_quantizer():
         Spec(4, residual="sign"),
         Spec(3, residual="qjl"),
     ):
-        store = make(Recipe(spec, Spec(4)), tile=8, decays=True)
+        store = make(Recipe(spec, Spec(4)), tile=8)
         store.append(*states(store, 40))
-        if store.decays:
-            store.decay(20)
         tables = {t.data_ptr() for t in tables_of(store)}
         q = store.key.q
         inside = [
@@ -970,9 +836,7 @@ EPOCHS = {  # what begins a new one, and what does not
     "append": (lambda s, x: s.append(x, x), False),
     "grow": (lambda s, x: s.append(*[x.repeat(1, 1, 40, 1)] * 2), True),
     "crop": (lambda s, x: s.crop(3), False),
-    "crop what is old": (lambda s, x: (s.decay(64), s.crop(60)), True),
     "evict": (lambda s, x: s.evict(64), True),
-    "decay": (lambda s, x: s.decay(64), True),
     "select": (lambda s, x: s.select(torch.tensor([1, 0])), True),
     "repeat": (lambda s, x: s.repeat(2), True),
     "to": (lambda s, x: s.to("cpu"), True),
@@ -989,7 +853,7 @@ def test_what_calls_remember_ends_with_its_epoch(name):
     change, ends = EPOCHS[name]
     inv_freq = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
     recipe = Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=4)
-    store = make(recipe, 2, 1, 16, tile=16, inv_freq=inv_freq, decays=True)
+    store = make(recipe, 2, 1, 16, tile=16, inv_freq=inv_freq)
     x = torch.randn(2, 1, 70, 16)
     store.append(x, x)
     where = lambda: [t.data_ptr() for t in (*row_tensors(store), store.rope_table)]

@@ -118,17 +118,6 @@ def test_recipes_per_layer(llama):
     )
 
 
-def test_decay_is_stepped_through(llama):
-    r = Recipe(Spec(bits=4), Spec(bits=4), 0, 4, decay=8)
-    candidate = as_candidate(llama, r, dtype=None)
-    assert candidate.decays
-    a, b = (
-        score(llama, tokens(1, 300), candidate, "decode", 280, backend=x).loss
-        for x in ("auto", "steps")
-    )
-    assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("protocol", ["decode", "stress", "chunk"])
 def test_dense_in_the_models_dtype_changes_nothing(llama, protocol):
     ids, candidate = tokens(), as_candidate(llama, "dense", dtype=None)

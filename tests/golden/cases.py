@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from turboquant_nb import Recipe, Spec, TurboQuantCache, attend, preset
-from turboquant_nb.cache.decay import store_class
+from turboquant_nb.cache.store import KVStore
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.hf.graphs import counted_by_device
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
@@ -39,7 +39,6 @@ RECIPES = PRESETS | {
     "pre-RoPE mean": Recipe(Spec(3, **BEFORE), Spec(3)),
     "half bits": Recipe(Spec(3.5, **BEFORE), Spec(2.5)),
     "bits by channel": Recipe(Spec((4, 2) * (D // 2)), Spec((1, 3) * (D // 2))),
-    "decay": Recipe(Spec(4, **MEAN), Spec(3), 4, 16, decay=32),
     "sign": Recipe(Spec(3, residual="sign"), Spec(3)),
     "qjl": Recipe(Spec(3, residual="qjl"), Spec(3)),
     "haar": Recipe(Spec(3, rotation="haar"), Spec(3, rotation="haar", seed=3)),
@@ -233,7 +232,7 @@ def of_store(recipe, path, backend="", tokens=80):
     def run(s):
         turns = recipe.settled(FRAME).key.centre.rotates
         more = dict(inv_freq=ANGLES if turns else None, frame=FRAME)
-        make = lambda: store_class(recipe)(recipe, s.shape[1], HEADS, D, **more)
+        make = lambda: KVStore(recipe, s.shape[1], HEADS, D, **more)
         store, out = PATHS[path](make, s)
         keys, values = store.read()
         out |= {"keys": keys, "values": values}
@@ -265,7 +264,6 @@ def all_cases():
             if path != "prefill":
                 yield f"{name}, {path}", of_store(RECIPES[name], path)
         yield f"{name}, prefill, torch", of_store(RECIPES[name], "prefill", "torch")
-    yield "decay, two tiles", of_store(RECIPES["decay"], "chunks", "torch", tokens=300)
     yield "k3v3, two tiles", of_store(RECIPES["k3v3"], "chunks", "auto", tokens=300)
     for path in CACHE_PATHS:
         yield f"k3v3, cache, {path}", of_cache("k3v3", path)

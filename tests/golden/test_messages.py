@@ -10,6 +10,7 @@ from tests.golden import messages
 # Messages that are meant to be gone: of a module, or the message itself, and why.
 CAP = "keys with a centre cannot have a soft cap: it would cap scores without their common part"
 MEANS = "keys with a centre cannot have a soft cap: leave the calibration's means out"
+BUDGET = "a budget takes the place of decay, and chooses codes that can lose planes"
 WAITS = "static=True does not serve a QJL residual: its coding waits for the device"
 _FRAME = "a frame, which every calibration may have, says it of its parts"
 _LEAST = 'cli/app says it for every number that has a least: "{} must be at least {}, got {}"'
@@ -72,11 +73,15 @@ GONE: dict[str, str] = {
     "{}: all channels must have equally many bits, got {}": "a sentence of `ScalarCode`",
     "{}: levels must be on their int8 grid (Codebook.to_int8_grid)": "the same",
     "codes must lie in 0..{}, got {}": "by `checks.within`, in the same words",
-    "decay drops the last plane of codes; residual 'qjl' keeps signs apart": (
-        "the recipe says it; beside a side that decays such codes stay as they are"
-    ),
-    "decay needs a side with channels of 3 or 4 bits": "whose code has a coarser one",
-    "tiles that lost a plane (decay) are not supported": "old tokens have a store of their own",
+    # a budget drops planes, of codes that it chooses itself
+    "decay drops the last plane of codes; residual 'qjl' keeps signs apart": BUDGET,
+    "decay drops the last plane of codes; residual 'qjl' keeps its signs apart": BUDGET,
+    "decay needs a side with channels of 3 or 4 bits": BUDGET,
+    "decay needs a side with channels of 3 or 4 bits, got at most {}": BUDGET,
+    "max_length allocates once, so decay frees nothing; choose one of them": BUDGET,
+    "decay changes the codes of old tokens with every step": BUDGET,
+    "decay and QJL residuals": BUDGET,
+    "tiles that lost a plane (decay) are not supported": BUDGET,
     "a {}-bit code has a single plane; dropping it would leave nothing": "chapter 14 shows it",
     "tokens must lie in [{}, {}), got {} and {} more": "from 0: no tile lost a plane",
     WAITS: "in two parts: what is asked, and the code's reason",

@@ -329,7 +329,6 @@ def test_families(name, padded):
 @pytest.mark.parametrize(
     "recipe, name, why",
     [
-        (Recipe(decay=30), "llama", "decay"),
         ("k4v4", "mistral", "a sliding layer frees tokens"),
         (Recipe(Spec(4, residual="qjl")), "llama", "QJL"),
     ],

@@ -27,8 +27,7 @@ from turboquant_nb.hf import MARGIN, TurboQuantCache, layer_frequencies, turboqu
 from turboquant_nb.hf.layer import STEPS
 from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.decay import store_class
-from turboquant_nb.cache.store import expected_nbytes
+from turboquant_nb.cache.store import KVStore, expected_nbytes
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = QUIETLY
@@ -44,7 +43,6 @@ RECIPES = {
     "signs": Recipe(Spec(3, residual="sign"), Spec(3), sinks=1, recent=3),
     "qjl": Recipe(Spec(3, residual="qjl", center="fixed"), Spec(4), sinks=1, recent=7),
     "fractions": Recipe(Spec(2.5), Spec(3.25), sinks=3, recent=16),
-    "decay": Recipe(Spec(4, center="fixed"), Spec(3), sinks=2, recent=4, decay=30),
     "pre_rope": Recipe(Spec(3, center="pre_rope"), Spec(3), sinks=2, recent=5),
     "pair scale": Recipe(Spec(3, pair_scale="frame"), Spec(3), sinks=2, recent=5),
     "all of a frame": Recipe(sinks=1, recent=4),
@@ -104,13 +102,13 @@ class Dense(Held):
         exact = self.is_exact()[:, :, first:] | (
             torch.arange(first, self.length)[:, None] >= self.length - whole
         )
-        for x, *held in zip(got, *map(self.plain, (self.raw, self.coded, self.truncated))):
-            raw, coded, truncated = (y[:, :, first:] for y in held)
+        for x, *held in zip(got, *map(self.plain, (self.raw, self.coded))):
+            raw, coded = (y[:, :, first:] for y in held)
             assert x.shape == raw.shape
             kept = exact.expand_as(x)
             assert torch.equal(x[kept], raw[kept])
             near = lambda y, x=x: ((x - y).abs() <= 1e-5 * (1 + y.abs())).all(-1, True)
-            assert bool((near(coded) | near(truncated) | kept).all()), (x - coded).abs().max()
+            assert bool((near(coded) | kept).all()), (x - coded).abs().max()
 
     def steps(self, coded, first, n):
         """What each of the last n queries sees from position `first` on: sinks and its own
@@ -145,8 +143,7 @@ class Machine(RuleBasedStateMachine):
         self.dense = []
         freqs = layer_frequencies(self.config).by_layer
         for freq, frame, layer in zip(freqs, held.frames, self.cache.layers):
-            kind, how = store_class(layer.recipe), dict(frame=frame, inv_freq=freq)
-            store = kind(layer.recipe, batch, HEADS, D, **how)
+            store = KVStore(layer.recipe, batch, HEADS, D, frame=frame, inv_freq=freq)
             store.set_range(start=torch.tensor(starts))
             self.dense.append(Dense(store))
         self.length = self.longest = 0

@@ -14,12 +14,12 @@ except ImportError:  # a machine that has a GPU but no pytest
     pytest = None
 
 from turboquant_nb.cache.attention import attend, dense_attention
-from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
+from turboquant_nb.cache.budget import coarser
 from turboquant_nb.cache.store import KVStore, bytes_by_kind, expected_nbytes
 
 DEVICE = "cuda"  # "cpu" executes the bodies below where there is no GPU
@@ -36,9 +36,7 @@ RICH = {  # what a side can be
     "rescale": Recipe(residual="rescale"),
     "2.5 bits": as_recipe("k3v3", 2.5),
     "a number per channel": Recipe(Spec((4, 1, 2, 3) * 16, center="fixed"), Spec(3.25)),
-    "decay": Recipe(Spec(4, center="fixed"), Spec(3), decay=300),
-    "decay of fractions": Recipe(Spec(3.5, center="fixed"), Spec(2.5), decay=300),
-    "decay of signs": Recipe(Spec(4, residual="sign"), Spec((3, 2) * 32), decay=300),
+    "coarser": coarser(Recipe(Spec(4, center="fixed"), Spec(4))),
 }
 
 
@@ -81,10 +79,9 @@ def test_rich_stores_read_and_attend_alike():
     """A store filled on the GPU, its copy on the processor: the same bits, and attention on
     both equals dense attention over what is read."""
     for name, recipe in RICH.items():
-        kind = store_class(recipe)
-        store = kind(recipe, 2, 3, 64, device=DEVICE, frame=random_frame(3, 64))
+        store = KVStore(recipe, 2, 3, 64, device=DEVICE, frame=random_frame(3, 64))
         store.set_range(start=torch.tensor([0, 5]))
-        for n in (700, 1, 7):  # with decay 300 the first tile is old
+        for n in (700, 1, 7):
             store.append(
                 states(2, 3, n, 64, seed=n).to(DEVICE),
                 states(2, 3, n, 64, seed=n + 1).to(DEVICE),

@@ -15,12 +15,11 @@ import triton.language as tl
 from tests.helpers import SLOW, ahead_of_time, covering_pairs, random_frame
 from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.store import KVStore, append_by_host, row_tensors, tables_of
-from turboquant_nb.cache.decay import store_class
 from turboquant_nb.kernels import encode, encode as encode_launch, encode as kernel
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Spec, decode
-from turboquant_nb.quant.recipe import Recipe, as_recipe, preset
+from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.testing import same
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,13 +99,10 @@ def frame_for(heads, d, freq=None):
 def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
     (b, h, _, dk), dv = chunks[0][0].shape, chunks[0][1].shape[3]
     kwargs["frame"] = frame_for(h, dk, kwargs.get("inv_freq"))
-    kind = store_class(as_recipe(recipe))
     fused, plain = (
-        kind(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2)
+        KVStore(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2)
     )
     for k, v in chunks:
-        for store in (fused, plain):
-            store.age()
         kernel.append(fused, k, v)
         plain_append(plain, k, v)
     agree(fused, plain, chunks, ties)
@@ -563,20 +559,16 @@ def test_strides():
     both(preset("k3v3"), [(wide, wide)])
 
 
-def test_decay_evict_crop():
-    "Tiles that moved on, and writes after a crop over codes of before."
-    recipe = Recipe(Spec(bits=3), Spec(bits=4), decay=64)
-    fused, plain = both(recipe, chunks((150, 100, 5)), tile=64)
+def test_evict_crop():
+    "Writes after a crop over codes of before."
+    fused, plain = both(Recipe(Spec(bits=3), Spec(bits=4)), chunks((150, 100, 5)), tile=64)
     for store in (fused, plain):
-        assert store.older.length == 128
         store.crop(30)
         store.evict(100)
     for k, v in chunks((1, 50), shift=0):
-        fused.age()
         kernel.append(fused, k, v)
         plain.append(k, v)
-    assert fused.older.length == plain.older.length
-    assert codes_apart(fused, plain) < 1e-4 and codes_apart(fused.older, plain.older) < 1e-4
+    assert codes_apart(fused, plain) < 1e-4
 
 
 def test_zero_vectors_and_outliers():

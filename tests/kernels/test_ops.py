@@ -9,8 +9,8 @@ import torch
 
 from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.cache import attention
-from turboquant_nb.cache.attention import Call, in_runs
-from turboquant_nb.cache.decay import DecayStore, store_class
+from turboquant_nb.cache.attention import Call
+from turboquant_nb.cache.budget import TieredStore, ladder
 from turboquant_nb.kernels import ops
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -22,10 +22,10 @@ CUDA = torch.cuda.is_available()
 ON_CPU = "torch" if ops.BACKENDS["cpu"].library.why else "cpu"
 
 
-def filled(device="cpu", decays=False, **kwargs):
+def filled(device="cpu", tiered=False, **kwargs):
     g = seeded()
-    kind = DecayStore if decays else KVStore
-    store = kind(Recipe(**kwargs), 2, 2, 64, device=device)
+    kind, recipe = (TieredStore, ladder()) if tiered else (KVStore, Recipe(**kwargs))
+    store = kind(recipe, 2, 2, 64, device=device)
     store.append(*(torch.randn(2, 2, 300, 64, generator=g).to(device) for _ in range(2)))
     return store, torch.randn(2, 8, 3, 64, generator=g).to(device)
 
@@ -81,7 +81,6 @@ CHUNKS = [  # of a recipe, a call, where two sequences begin, dtype, tokens of a
     ("mean", dict(sliding_window=20), (0, 130), F32, 128),
     ("qjl", dict(sliding_window=120), (0, 130), F32, 128),
     ("bits", dict(), (299, 310), F32, 128),
-    ("decay", dict(sliding_window=120), (0, 130), F32, 128),
     ("exact", dict(sliding_window=20), (299, 310), F32, 128),
     ("exact", dict(scaling=0.3), (0, 0), F16, 4096),
     ("pre_rope", dict(), (299, 310), F32, 128),
@@ -92,7 +91,6 @@ KINDS = {
     "mean": Recipe(key=Spec(center="fixed")),
     "qjl": Recipe(residual="prod"),
     "bits": Recipe(key=Spec(bits=2.5)),
-    "decay": Recipe(decay=256),
     "exact": Recipe(sinks=3, recent=100),
     "pre_rope": Recipe(key=Spec(center="pre_rope")),
 }
@@ -113,8 +111,7 @@ def test_long_chunks_are_the_reference(kind, call, start, dtype, block, monkeypa
     device = "cuda" if CUDA else "cpu"
     g = seeded()
     new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device, dtype)
-    of = store_class(KINDS[kind])
-    store = of(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **around(kind))
+    store = KVStore(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **around(kind))
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
@@ -159,7 +156,8 @@ def test_what_long_chunks_refuse(call, n, why):
 
 def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds(monkeypatch):
     "Per store and question; a tile that moved on or a gradient is another question."
-    store, q = filled(decays=True)
+    store, q = filled(tiered=True)
+    store.settle((0, 0, 0, 256, 300))
     asked, first = [], ops.BACKENDS["triton"]
     ask = lambda call: asked.append(call) or first.refuses(call)
     monkeypatch.setitem(ops.BACKENDS, "triton", SimpleNamespace(refuses=ask))
@@ -167,7 +165,7 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds(monkeypatch):
         ops.select_backend(Call.of(q, store))
     assert len(asked) == 1
     ops.select_backend(Call.of(q[:, :, :1], store))
-    store.decay(256)
+    store.settle((0, 0, 256, 256, 300))
     ops.select_backend(Call.of(q, store))
     ops.select_backend(Call.of(q.clone().requires_grad_(), store))
     assert len(asked) == 4
@@ -265,26 +263,36 @@ def test_every_backend_serves_ends_of_sequences_or_says_why_not(latent, n, given
 
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
 def test_the_look_up_is_asked_again_when_sequences_end():
-    store, q = filled(decays=True)
+    store, q = filled()
     q = q[:, :, :1]
     assert ops.select_backend(Call.of(q, store)).backend == ON_CPU
     store.set_range(end=300)
     assert ops.select_backend(Call.of(q, store)).backend == "torch"
     store.set_range(end=None)
     assert ops.select_backend(Call.of(q, store)).backend == ON_CPU
-    store.decay(256)
-    assert [ops.select_backend(x).backend for x in in_runs(Call.of(q, store))] == [ON_CPU] * 2
-    close(ops.attend(q, store, backend=ON_CPU), attention.attend(q, store))
+
+
+@pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
+@pytest.mark.parametrize("n, window", ((1, None), (1, 40), (3, None), (3, 290), (3, 20)))
+def test_several_stores_are_served_each_by_its_best(n, window):
+    "The codes of each by its kernel, what is exact by torch's attention, where there is some."
+    store, q = filled(tiered=True)
+    q, rule = q[:, :, :n], dict(sliding_window=window)
+    assert ops.select_backend(Call.of(q, store)).backend == "exact"
+    close(ops.attend(q, store, **rule), attention.attend(q, store, **rule))
+    store.settle((0, 0, 128, 256, 300))
+    backend = ops.select_backend(Call.of(q, store, **rule)).backend
+    assert backend == (ON_CPU if n == 1 and window is None else backend)
+    close(ops.attend(q, store, **rule), attention.attend(q, store, **rule))
 
 
 @pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
     "By look-up where a code has one table; fractions and signs by the reference."
-    store = store_class(KINDS[kind])(KINDS[kind], 2, 2, 64, **around(kind))
+    store = KVStore(KINDS[kind], 2, 2, 64, **around(kind))
     store.append(*torch.randn(2, 2, 2, 600, 64, generator=seeded()))
     q = torch.randn(2, 8, 1, 64, generator=seeded(1))
-    store.age()
     served = "torch" if kind in ("qjl", "bits") else ON_CPU
     assert ops.select_backend(Call.of(q, store)).backend == served
     close(ops.attend(q, store), attention.attend(q, store))

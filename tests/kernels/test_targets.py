@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import ahead_of_time, random_frame
 from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.cache.decay import store_class
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import encode, encode as encode_launch, launch, ops
 from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe, as_recipe
+from turboquant_nb.quant.recipe import Recipe
 
 NOTEBOOK = Path(__file__).parents[2] / "nbs" / "reference/kernels_launch.ipynb"
 needs_triton = pytest.mark.skipif(
@@ -148,10 +147,7 @@ class NoDouble(TorchDispatchMode):
         ("k3v3", torch.float16),
         (Recipe(Spec(3, center="pre_rope"), Spec(2.5)), torch.bfloat16),
         (Recipe(residual="prod"), torch.float32),
-        (
-            Recipe(Spec(3, "haar", scale="unbiased"), Spec(4, codebook="uniform"), decay=300),
-            torch.float16,
-        ),
+        (Recipe(Spec(3, "haar", scale="unbiased"), Spec(4, codebook="uniform")), torch.float16),
     ],
 )
 def test_plain_pytorch_needs_no_float64(recipe, dtype):
@@ -160,8 +156,7 @@ def test_plain_pytorch_needs_no_float64(recipe, dtype):
 
     def run():
         more = dict(inv_freq=0.5 ** torch.arange(1.0, 17.0), frame=random_frame(2, 32, 32))
-        kind = store_class(as_recipe(recipe))
-        store = kind(recipe, 2, 2, 32, dtype=dtype, **more)
+        store = KVStore(recipe, 2, 2, 32, dtype=dtype, **more)
         for n in (600, 1, 1, 5):
             k, v = (
                 torch.randn(2, 2, n, 32, generator=torch.Generator().manual_seed(n)).to(dtype)

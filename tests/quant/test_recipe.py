@@ -24,8 +24,6 @@ from turboquant_nb.testing import same
         (dict(sinks=1.0), TypeError, "sinks"),
         (dict(recent=-5), ValueError, "recent"),
         (dict(recent=True), TypeError, "recent"),
-        (dict(decay=2.0), TypeError, "decay"),
-        (dict(decay=True), TypeError, "decay"),
         (dict(value=Spec(center="auto")), ValueError, "center='auto' is for keys: a frame"),
         (dict(value=Spec(pair_scale="frame")), ValueError, "pair_scale='frame' is for keys"),
     ],
@@ -134,23 +132,6 @@ def test_the_window_is_long_where_either_side_is_coarse():
         "k2v2-trellis": 64,
         "k1v1": 64,
     }
-
-
-def test_which_recipes_can_lose_a_plane():
-    "A fraction above 2 has channels of 3 bits; 2 bits have nothing to lose."
-    for key, value, can in (
-        (2.5, 1, True),
-        (1, 2.25, True),
-        (3, 2, True),
-        ((2, 3), 2, True),
-        (2, 1.5, False),
-        ((1, 2), 2, False),
-    ):
-        if can:
-            assert Recipe(Spec(key), Spec(value), decay=8).decay == 8
-        else:
-            with refuses("3 or 4 bits, got at most 2"):
-                Recipe(Spec(key), Spec(value), decay=8)
 
 
 def test_the_json_of_a_recipe_is_sorted_and_says_what_is_missing():

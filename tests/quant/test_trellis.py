@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from turboquant_nb.cache.decay import DecayStore
 from turboquant_nb.cache.store import expected_nbytes
 from turboquant_nb.quant.codes import TrellisCode, make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec, decode, encode
@@ -66,17 +65,6 @@ def test_head_sizes_and_dtypes(d, dtype):
     table = make_quantizer(Spec(2), d)
     loss = lambda q: float((x.float() - decode(q, encode(q, x))).square().sum())
     assert loss(q) < 0.9 * loss(table)
-
-
-def test_decay_is_refused():
-    side = Spec(3, codebook="trellis")
-    with refuses("whose code has a coarser one"):
-        DecayStore(Recipe(side, side, decay=64), 1, 1, 64)
-    mixed = DecayStore(Recipe(side, Spec(4), decay=64), 1, 1, 64, tile=64)
-    mixed.append(*torch.randn(2, 1, 1, 200, 64))
-    mixed.age()
-    assert mixed.older.length == 128 and mixed.older.key.q is mixed.key.q
-    assert mixed.older.value.q.channel_bits == (3,) * 64
 
 
 def test_odd_input():

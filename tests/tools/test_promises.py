@@ -37,7 +37,7 @@ quantizer.Quantizer.encode mean=None name='x'
 quantizer.encode mean=None name='x' block=None
 quantizer.decode mean=None dtype=torch.float32
 quantizer.decided mean=None
-recipe.Recipe.__init__ sinks=4 recent=16 decay=None residual=None
+recipe.Recipe.__init__ sinks=4 recent=16 residual=None
 quantizer.Spec.__init__ bits=3 rotation='hadamard' seed=0 scale='mse' codebook='sphere'
     center='none' scale_dtype='float16' residual='none' pair_scale='none'
 qjl.sketch_matrix kind='gaussian' seed=0

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Rule', 'shared_rule', 'Call', 'Answer', 'with_sinks', 'join', 'Backend', 'GroupedQueries', 'group_queries', 'visible',
-           'Blocks', 'check_call', 'in_runs', 'joined', 'Reference', 'attend', 'dense_attention']
+           'Blocks', 'check_call', 'in_runs', 'joined', 'Reference', 'attend', 'dense_attention', 'exact_answer']
 
 # %% ../../nbs/16_attention.ipynb #0727d3c8
 import math
@@ -406,7 +406,7 @@ def check_call(
     "Raises ValueError/TypeError on shapes, dtypes, devices or numbers that do not fit."
     rule, store, q, k, v, *_ = call
     recent = call.recent
-    if call.first is None and len(store.runs) > 1:
+    if call.first is None and store.tiered:
         raise ValueError("several stores hold the tokens: `attend` calls each of them")
     first = store.offset if call.first is None else call.first
     checks.floats(q, "q")
@@ -468,28 +468,33 @@ def _unordered(rule: Rule) -> Rule:
 
 def in_runs(call: Call) -> list:
     """A call to each of the stores that hold the tokens, oldest first, see `KVStore.runs`:
-    `joined` makes one answer of theirs. Queries stand behind the tokens of the older ones;
-    where not, or where a window ends among these, a mask says what each sees."""
+    `joined` makes one answer of theirs. Tokens of `k` are read there, not in the older stores.
+    Queries stand behind the tokens of these; where not, or where a window ends among them, a
+    mask says what each sees."""
     rule, store, q, k, v, mask, first, *_, bias = call
     *older, _ = store.runs
     if not older:
         return [call]
     n, window, first = q.shape[2], rule.sliding_window, store.freed if first is None else first
-    ordered = rule.causal and store.length - n < store.offset
+    past = store.length - (0 if k is None else k.shape[2])
+    ordered = rule.causal and store.length - n + 1 < store.offset or past < store.offset
     ordered = ordered or window is not None and window < store.length - first
     if mask is None and ordered and first < store.offset:
         positions = torch.arange(first, store.length, device=store.device)[None]
         mask = visible(store, n, positions, rule.causal, window)
     calls = []
     for run in store.runs:
-        begin = max(first, run.offset)
+        newest = run is store
+        begin = max(first, min(run.offset, past) if newest else run.offset)
         cut = lambda x: None if x is None else x[..., begin - first : run.length - first]
         own = call._replace(store=run, first=begin, mask=cut(mask), bias=cut(bias), lse=True)
-        if run is not store:
-            own = own._replace(rule=_unordered(rule), k=None, v=None, recent=None)
-        elif k is not None and (old := begin - store.length + k.shape[2]) > 0:
-            own = own._replace(k=k[:, :, old:], v=v[:, :, old:])  # the others have read them
-        if begin < run.length:
+        if not newest:
+            rows = run.key.query(q)
+            own = own._replace(rule=_unordered(rule), q=rows, k=None, v=None, recent=None)
+            if past < run.length:
+                behind = torch.arange(begin, run.length, device=store.device) >= past
+                own = own._replace(mask=own.mask & ~behind)
+        if begin < (run.length if newest else min(run.length, past)):
             calls.append(own)
     return calls
 
@@ -525,6 +530,8 @@ class Reference(Backend):
 
     def run(self, call: Call) -> Answer:
         "Raises ValueError/TypeError on shapes, dtypes or devices that do not fit."
+        if call.store.tiered:
+            return exact_answer(call)
         rule, store, q, k, v, *_ = call
         if not store.clock.by_device:
             store.clock.learn(store)
@@ -605,3 +612,21 @@ def dense_attention(
         outs.append((scores - lse.clamp(min=-1e38)[..., None]).exp() @ v)
         lses.append(lse)
     return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
+
+
+def exact_answer(
+    call: Call,  # of `in_runs`, to a `TieredStore`
+) -> Answer:
+    "Attention to the tokens that it holds as they came, and to those of the call."
+    rule, store, q, k, v, mask, first, _, _, bias = call
+    past = store.length - (0 if k is None else k.shape[2])
+    first = min(store.offset, past) if first is None else first
+    states = store.read(first, max(first, past))
+    if k is not None:
+        late = max(0, first - past)
+        states = [torch.cat([x, y[:, :, late:]], 2) for x, y in zip(states, (k, v))]
+    if mask is None:
+        positions = torch.arange(first, store.length, device=q.device)[None]
+        mask = visible(store, q.shape[2], positions, rule.causal, rule.sliding_window)
+    out = dense_attention(q, *states, rule.scaling, mask, bias=bias, softcap=rule.softcap)
+    return Answer(*out)

@@ -14,7 +14,6 @@ from .. import checks
 from .clock import HostClock, clock_of
 from .exact import without_autograd
 from .memory import Memory
-from .decay import DecayStore, store_class
 from .store import KVStore, _rewind
 from ..files import Saved
 from ..quant.calibration import LayerFrame
@@ -33,6 +32,8 @@ def _written(part) -> dict:
 
 def state_of(store: KVStore) -> tuple:  # (tensors, header)
     "All tensors, without slack, and what is needed to build the store again."
+    if store.tiered:
+        raise ValueError("what a budget holds lies in several stores, which no file takes")
     store.sync()
     tiles = math.ceil((store.length - store.offset) / store.tile)
     tensors = {}
@@ -50,9 +51,6 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
         "recipe": store.recipe.to_json(),
         "dtype": str(store.dtype).split(".")[1],
     }
-    for older in store.runs[:-1]:
-        own, header["older"] = state_of(older)
-        tensors |= {f"older.{name}": t for name, t in own.items()}
     return tensors, header | store.clock.settings | {"d": [store.key.q.d, store.value.q.d]}
 
 
@@ -118,19 +116,6 @@ def _frame_in(tensors: dict, r: Recipe) -> LayerFrame:
     return LayerFrame(**{"mean" if r.key.centre.rotates else "fixed": mean}, pair=pair)
 
 
-def _give_older(store: DecayStore, tensors: dict, header: Saved) -> None:
-    "Let a store have the older one that a file holds. Raises ValueError for another's."
-    own = {name.removeprefix("older."): t for name, t in tensors.items()}
-    older, mine = store_of(own, header.a("older", dict), store.device), store.older
-    for name in ("recipe", "batch", "heads", "tile", "dtype"):
-        if (x := getattr(older, name)) != (want := getattr(mine, name)):
-            raise ValueError(f"{name} of older tokens must be {want}, got {x}")
-    if older.offset < older.length != store.offset:
-        raise ValueError(f"older tokens must end at {store.offset}, got {older.length}")
-    older.ranges, older.frame, older.key.frame = store.ranges, store.frame, store.key.frame
-    store.older = older
-
-
 @without_autograd
 def store_of(
     tensors: dict,
@@ -143,9 +128,6 @@ def store_of(
     much room it shall have. Raises ValueError if tensors and header do not fit each other, or
     `max_length` is less than is held."""
     tensors, header = Saved(tensors), Saved.of(header, "header")
-    ages = "older" in header
-    old = [name for name in tensors if name.startswith("older.")] if ages else []
-    old = {name: tensors.pop(name) for name in old}
     n, clock, r = _numbers_of(header), clock_of(header), Recipe.from_json(header["recipe"])
     dtype = getattr(torch, header.one_of("dtype", _DTYPES))
     if n["offset"] or "end" in tensors:
@@ -163,7 +145,7 @@ def store_of(
             checks.within(tensors[name], name, 0, most)
     if "map" in tensors and (x := restore_transforms(tensors).name) != r.key.rotation:
         raise ValueError(f"map must be the transform {r.key.rotation}, got {x}")
-    store = (DecayStore if ages else store_class(r))(
+    store = KVStore(
         r,
         n["batch"],
         n["heads"],
@@ -181,8 +163,6 @@ def store_of(
     for name, part in zip(("key", "value"), store.parts):
         _restore(part, name, tensors)
     store.offset = n["offset"]
-    if ages:
-        _give_older(store, old, header)
     start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
     _rewind(store, length=n["length"], start=start, end=end, recent_from=n["_recent_from"])
     return store

@@ -151,7 +151,7 @@ class KVStore:
     """Codes of the keys and values of one layer, with exact sinks and recent tokens. Every
     token is coded when it arrives. Positions count from the first token ever appended."""
 
-    decays = False  # whether old tokens move to another store, see `DecayStore`
+    tiered = False  # whether older tokens lie in other stores, see `TieredStore`
 
     @without_autograd
     def __init__(
@@ -222,12 +222,6 @@ def _check_store_args(store, max_length, static, tokens):
         )
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
-    if max_length is not None and store.decays:
-        raise ValueError(
-            "max_length allocates once, so decay frees nothing; choose one of them"
-        )
-    if store.recipe.decay is not None and not store.decays:
-        raise ValueError("decay keeps old tokens in a second store: make a DecayStore")
 
 
 def _check_codes(parts):
@@ -296,9 +290,10 @@ def capacity(self: KVStore) -> int:
 def nbytes(self: KVStore) -> int:
     """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
     see `tables`."""
-    numbers = (self.start, self.end, self.clock.position, self.flags)
+    flags = (run.flags for run in self.runs)
+    numbers = (self.start, self.end, self.clock.position, *flags, *self.runs[0].key.frame)
     rows = [t for run in self.runs for p in run.parts for t in p.row_tensors.values()]
-    return sum(t.nbytes for t in (*rows, *self.key.frame, *numbers) if t is not None)
+    return sum(t.nbytes for t in (*rows, *numbers) if t is not None)
 
 
 @patch
@@ -317,11 +312,6 @@ def changed(self: KVStore) -> None:
 
 
 @patch
-def age(self: KVStore) -> None:
-    "Before tokens come: let those held grow older. Here they stay as they are."
-
-
-@patch
 def append(
     self: KVStore,
     k: Tensor,  # [B, H, n, d_key] in the store's dtype
@@ -332,7 +322,6 @@ def append(
     device, NaN, Inf or a full store, which then is as before. Where a static store is
     captured, values are not looked at, see `sync`, and whoever replays adds n to
     `length`."""
-    self.age()
     self.clock.append(self, self.key.into_frame(k), v, names, append_by_host)
 
 # %% ../../nbs/15_store.ipynb #f6c1361c
@@ -698,10 +687,12 @@ def bytes_by_kind(store: KVStore) -> dict:
     keeps besides, exact (sinks and recent), mean, pair (where keys have a pair scale), range
     (also the counter and flags, where there are any)."""
     extras = [name for part in store.parts for name in part.memory.extras]
-    frame = {name: getattr(store.key.frame, name) for name in store.key.frame_names}
+    key = store.runs[0].key
+    frame = {name: getattr(key.frame, name) for name in key.frame_names}
     out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean"), 0)
     out |= {name: x.nbytes for name, x in frame.items()}
-    numbers = (store.start, store.end, store.clock.position, store.flags)
+    flags = (run.flags for run in store.runs)
+    numbers = (store.start, store.end, store.clock.position, *flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
     for part in (p for run in store.runs for p in run.parts):
         out["exact"] += sum(t.nbytes for t in part.exact.tensors.values())
@@ -747,12 +738,11 @@ def expected_nbytes(store: KVStore) -> int:
     total = 8 * store.batch * (1 if store.end is None else 2)
     total += 4 * store.clock.fixed + (0 if store.flags is None else 24)
     total += 2 * store.heads * store.key.q.d * len(store.key.frame_names)
-    for run in store.runs:
-        r, tiles = run.recipe, run.capacity // run.tile
-        for part, spec in zip(run.parts, (r.key, r.value)):
-            d, exact = part.q.d, (r.sinks + r.recent) * itemsize
-            total += rows * tiles * _coded_bytes(spec, d=d, tile=run.tile)
-            total += rows * d * exact
+    r, tiles = store.recipe, store.capacity // store.tile
+    for part, spec in zip(store.parts, (r.key, r.value)):
+        d, exact = part.q.d, (r.sinks + r.recent) * itemsize
+        total += rows * tiles * _coded_bytes(spec, d=d, tile=store.tile)
+        total += rows * d * exact
     return total
 
 # %% ../../nbs/15_store.ipynb #779bce93

@@ -1429,6 +1429,12 @@ class Asked:
     recipe: Any  # a Recipe, a list of them, or the name of a cache that is not ours
     calibrated: Calibrated = Calibrated()
 
+    @property
+    def is_default(self) -> bool:
+        "Whether it is what no option asks for."
+        plain = read_recipe("k3v3", Changes()), Calibrated()
+        return (self.recipe, self.calibrated) == plain
+
     def fitted(
         self,
         model,  # of transformers, or its configuration: then without a model's frame

@@ -47,6 +47,15 @@ class Length:
     max_length: int | None = option(
         None, "Allocate the cache for so many tokens at once and use no more.", least=1
     )
+    memory: str | None = option(
+        None,
+        "Bytes that the cache may hold, such as 8GB, in place of a recipe: tokens are exact as "
+        "long as that does, then older ones have 4, 3 and 2 bits.",
+        metavar="SIZE",
+    )
+    floor: str | None = option(
+        None, "With --memory: the fewest bits, k4v4, k3v3 or k2v2; default: k2v2."
+    )
     prefill_chunk: int | None = option(
         None,
         "Read the prompt so many tokens at a time: less memory at once, and later parts read "
@@ -59,16 +68,29 @@ class Length:
         model,  # of transformers
         asked: Asked,
         reads: str = "auto",  # how the cache is read: `attention` of `TurboQuantCache`
+        note=None,  # takes a line that says to how many bits tokens have come
     ):
         "A function that makes an empty cache. Raises Usage for one that does not fit."
-        recipe = asked.fitted(model)
+        how = dict(max_length=self.max_length, attention=reads)
+        if self.memory is None:
+            how["recipe"] = asked.fitted(model)
+        else:
+            how |= dict(memory=self.memory, floor=self.floor or "k2v2")
+            say = lambda bits, n: note(f"at {n:,} tokens, older ones come to {bits} bits")
+            how["on_tier"] = note and say
 
         def new():
             with at_fault(ValueError):
-                room = self.max_length
-                return hf.TurboQuantCache(model, recipe, max_length=room, attention=reads)
+                return hf.TurboQuantCache(model, **how)
 
         return new
+
+    def check(self, asked: Asked) -> None:
+        "Raise Usage for options that do not go together."
+        if self.floor and self.memory is None:
+            raise Usage("--floor has a meaning only with --memory")
+        if self.memory is not None and not asked.is_default:
+            raise Usage("--memory has recipes of its own: leave --recipe and its changes out")
 
 
 @options("Choice of tokens")
@@ -250,6 +272,7 @@ def generate(
     The text goes to standard output, the cache report to standard error."""
     text = read_prompt(prompt)
     asked = cache.asked()
+    writing.length.check(asked)
     loaded = opened(source, [asked], output, offloading)
     model, tokenizer = loaded.model, loaded.tokenizer
     text_of = lambda x: tokenizer.decode(x, skip_special_tokens=True)
@@ -260,7 +283,7 @@ def generate(
         n = ids.shape[1]
         limit = _room(writing.length, model, n, output)
         source.switch(model)
-        coded = writing.length.new_cache(model, asked, source.reads)()
+        coded = writing.length.new_cache(model, asked, source.reads, output.note)()
         begin = time.monotonic()
         tokens, stopped = _streamed(writing, loaded, ids, coded, limit, output)
         seconds = time.monotonic() - begin
@@ -684,12 +707,13 @@ def chat(ask: _Talk, cache: OneCache, how: Writing, source: Source, output: Outp
 
     Answers go to standard output. /help lists what can be typed besides messages."""
     asked = cache.asked()
+    how.length.check(asked)
     loaded = opened(source, [asked], output)
     model, tokenizer = loaded.model, loaded.tokenizer
     templated = is_templated(tokenizer, ask.chat)
     with hushed():
         source.switch(model)
-        new_cache = how.length.new_cache(model, asked, source.reads)
+        new_cache = how.length.new_cache(model, asked, source.reads, output.note)
         talk = Conversation(model, tokenizer, new_cache, templated, ask.system)
         session = _Session(talk, output, how, sys.stdin.isatty())
         if ask.load:
@@ -782,6 +806,7 @@ def web(ask: _Web, named: OneCache, how: Writing, weights: Weights, output: Outp
 
     Its memory is a compressed cache; Ctrl-C ends it."""
     asked = named.asked()
+    how.length.check(asked)
     gradio.ChatInterface  # missing, it is missed before the model is loaded
     loaded = opened(weights, [asked], output)
     with hushed():

@@ -47,7 +47,6 @@ class Candidate:
     dtype: torch.dtype | None = torch.bfloat16
     block: int = 1  # it does the same with all but the last of so many tokens at once
     flush: int = 1  # tokens after which an earlier one is surely coded
-    decays: bool = False  # codes of old tokens change later: every step has to be taken
 
     def new(self):
         "An empty cache that rounds what it is given and answers in the model's dtype."
@@ -167,8 +166,7 @@ def as_candidate(
     each = recipe if isinstance(recipe, list) else [recipe]
     room = dict(max_length=max_length, attention="dense")  # one attention for all candidates
     make = lambda: TurboQuantCache(model, recipe, **room)
-    decays = any(r.decay is not None for r in each)
-    return Candidate(name, make, recipe, dtype, 1, max(r.recent for r in each) + 1, decays)
+    return Candidate(name, make, recipe, dtype, 1, max(r.recent for r in each) + 1)
 
 # %% ../../nbs/reference/evaluation_candidates.ipynb #5a59694b
 def _parts_of(x) -> list:

@@ -328,8 +328,6 @@ class OnePass:
         "Why this cannot read a candidate; empty where it can."
         if candidate.recipe is None:
             return "its codes are not ours"
-        if candidate.decays:
-            return "decay changes the codes of old tokens with every step"
         if protocol == "chunk":
             return "a chunk attends to itself exactly, which no step does"
         return ""

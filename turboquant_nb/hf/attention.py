@@ -418,7 +418,7 @@ def _attended(layer, ours: Call) -> Answer:
         answer = ops.serve(ours, name)
         if why and name != "flash":
             _note_fallback(layer, ours, name, why)
-    layer.calls[ops.BACKENDS[name].served] += 1
+    layer.calls[name if name == "exact" else ops.BACKENDS[name].served] += 1
     layer.backends[name] += 1
     return answer
 

@@ -18,9 +18,11 @@ class Report(dict):
     prefill (exact), kernel, codes (PyTorch, or a processor's kernel), chunk (long chunks, block
     by block), dense (the past was decoded for another attention; why, and the cure, stand in
     "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
-    in "graphs" instead. "backends"
-    names what attended on codes, "reasons" says why not a kernel; "coded" what coded. "frame"
-    is where the frame of its keys came from: of which text, "given", or "none"."""
+    in "graphs" instead. "budget" has, under
+    `memory=`, the bytes allowed, for each layer how many tokens have how many bits, and how
+    many fit at the floor. "backends" names what attended on codes, "reasons" says why not a
+    kernel; "coded" what coded. "frame" is where the frame of its keys came from: of which text,
+    "given", or "none"."""
 
     def __str__(self):
         r = self
@@ -31,7 +33,7 @@ class Report(dict):
             f"{r['tokens']:,} tokens x {r['batch']} in {r['layers']} layers: {r['nbytes']:,} "
             f"bytes, {r['bits_per_value']:.3f} bits per value\n"
             f"{self.compared()} (bytes: {parts})"
-            f"{r['graphs'].get('line', '')}"
+            f"{r['graphs'].get('line', '')}{r['budget'].get('line', '')}"
         )
 
     def compared(self) -> str:
@@ -42,6 +44,8 @@ class Report(dict):
                 f"{self['ratio_fp16']:.2f}x smaller than fp16, {self['ratio_fp32']:.2f}x "
                 "smaller than fp32"
             )
+        if self["budget"]:
+            return f"{1 / self['ratio_fp16']:.2f}x larger than fp16"
         later = ""
         if self["pays_from"] is not None:
             later = f"; from about {self['pays_from']:,} tokens on it is smaller"
@@ -54,11 +58,11 @@ class Report(dict):
 def _pays_from(layers: list, parts: dict, values: int) -> int | None:
     """The first length at which such a cache holds fewer bytes than one in fp16; None if it
     never does, or forgets tokens."""
-    if not values or any(x.is_sliding for x in layers):
+    if not values or any(x.is_sliding or x.tiers for x in layers):
         return None
     store = layers[0].store
     coded = sum(parts.get(x, 0) for x in ("planes", "scale", "signs", "residual_norm"))
-    each = coded * store.tile / sum(run.capacity for run in store.runs)
+    each = coded * store.tile / store.capacity
     fixed = sum(parts.values()) - coded
     dense = 2 * values / layers[0].held
     if each >= dense * store.tile:
@@ -75,6 +79,25 @@ def _captured_by(layers: list) -> dict:
         for what, answer in x.captured.backends.items():
             out.setdefault(what, set()).add(tuple(answer))
     return {what: sorted(answers) for what, answers in out.items()}
+
+
+def _budget_of(cache) -> dict:
+    "What a cache may hold, how many tokens of each layer have how many bits; empty: no budget."
+    if (budget := cache.budget) is None:
+        return {}
+    stands, tables = cache.stands()
+    tokens = []
+    for x in stands:
+        spans = enumerate(zip(x.ends, x.ends[1:]))
+        tokens.append({budget.bits(i): b - a for i, (a, b) in spans if b > a})
+    reach, total = budget.reach(stands, tables), Counter()
+    for x in tokens:
+        total.update(x)
+    have = ", ".join(f"{n // len(tokens):,} at {b}" for b, n in sorted(total.items())[::-1])
+    line = f"\nof {budget.memory:,} bytes; tokens of a layer by bits: {have or 'none'}; "
+    line += f"at the floor {budget.floor!r} {reach:,} fit"
+    more = dict(memory=budget.memory, floor=budget.floor, full=budget.full)
+    return more | dict(tokens=tokens, reach=reach, line=line)
 
 
 def report_of(
@@ -124,6 +147,7 @@ def report_of(
         coded=count("coded"),
         captured_by=_captured_by(layers),
         graphs=cache.runner.report(),
+        budget=_budget_of(cache),
         frame=frame,
         recipe=recipes_to_json(cache.recipes),
     )
@@ -138,7 +162,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from ..cache.budget import Budget, Stand, ladder
 from ..cache.clock import DeviceClock, HostClock, is_captured
+from ..cache.memory import shared_quantizer
 from turboquant_nb.hf.hooks import (
     Before,
     Finally,
@@ -231,6 +257,36 @@ def _check_settings(max_length, backend, static, attention) -> None:
         raise ValueError(f"attention must be 'auto', 'codes' or 'dense', got {attention!r}")
     if static and max_length is None:
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
+
+
+def _check_memory(info: ModelInfo, model, others: dict) -> None:
+    "Raise ValueError for what cannot be beside `memory`, and models that it does not serve."
+    if given := [name for name, x in others.items() if x is not None]:
+        why = "tokens pass from 16 bits to the floor, in tensors that grow and shrink"
+        raise ValueError(f"memory= takes no {' and no '.join(given)}: {why}; give floor=")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ValueError("memory= counts the bytes of one device, and the model has several")
+    if getattr(getattr(model, "device", None), "type", "cpu") != "cpu":
+        raise ValueError("memory= has not run on a GPU yet: give a recipe there, as 'k3v3'")
+    for x in info.coded:
+        if x.latent is not None or x.sized_by:
+            what = x.sized_by or "latents"
+            raise ValueError(
+                f"memory= must know keys and values, and layer {x.index} has {what}"
+            )
+
+
+def _table_bytes(layers: list) -> int:
+    "Bytes of rotations and codebooks that layers under a budget share."
+    sides = {
+        side
+        for x in layers
+        for r in x.tiers
+        for side in ((r.key, x.info.key_size), (r.value, x.info.value_size))
+    }
+    qs = [shared_quantizer(*side, torch.device("cpu")) for side in sides]
+    found = {t.data_ptr(): t.nbytes for q in qs for t in (*q.rotation.tables, *q.code.tables)}
+    return sum(found.values()) + sum(4 * len(f) for f in {x.inv_freq or () for x in layers})
 
 
 def _check_chains(info: ModelInfo, recipes: list, device, backend: str) -> None:
@@ -378,6 +434,12 @@ class TurboQuantCache(Cache):
         # calibration's, else `frame_of` finds it once for the model
         frame=None,
         tokenizer=None,  # the model's, by which a frame is found; None: one on this machine
+        # bytes that it may hold, such as "8GB": tokens are exact as long as that does
+        memory: int | str | None = None,
+        tokens: int | None = None,  # of one sequence that `memory` must have room for
+        floor: str = "k2v2",  # under `memory`: the fewest bits, "k4v4", "k3v3" or "k2v2"
+        full: str = "error",  # at the floor: "error", or "evict", which forgets the oldest
+        on_tier=None,  # (bits, tokens held), called when a first token comes to so few bits
     ):
         self.info = ModelInfo(model_or_config)
         own = model_or_config if isinstance(model_or_config, torch.nn.Module) else None
@@ -389,7 +451,15 @@ class TurboQuantCache(Cache):
         _check_reading(self.info, warn=attention != "dense")
         self.max_length, self.static = max_length, static
         self.backend = backend
-        recipes = plan_layers(self.info, recipe, bits, max_length, calibration, budget)
+        self.budget = None
+        if memory is not None:
+            rest = dict(recipe=recipe, bits=bits, budget=budget, max_length=max_length)
+            _check_memory(self.info, own, rest | {"static": static or None})
+            self.budget = Budget(memory, floor, full, on_tier)
+            recipe = self.budget.recipes[-1]
+        elif (tokens, floor, full, on_tier) != (None, "k2v2", "error", None):
+            raise ValueError("tokens, floor, full and on_tier belong to memory=, got none")
+        recipes = plan_layers(self.info, recipe, bits, calibration, budget)
         _check_chains(self.info, recipes, getattr(own, "device", None), backend)
         self.frame = _frame_for(self.info, recipes, own, frame, calibration, tokenizer)
         frames = self.frame.frames if self.frame else [None] * len(recipes)
@@ -407,9 +477,14 @@ class TurboQuantCache(Cache):
                 states = getattr(layers[x.index], "number_of_states", None)
                 kind = partial(MixedLayer, states=states)
             clock = DeviceClock if static else HostClock
-            layers[x.index] = kind(r, x, self.reader, max_length, backend, clock, held)
+            tiers = ladder(floor, r) if self.budget else ()
+            layers[x.index] = kind(r, x, self.reader, max_length, backend, clock, held, tiers)
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
+        if self.budget:
+            self.reader.budget = self.budget
+            self.budget.tables = _table_bytes(self.coded_layers)
+            self.check_reach(getattr(own, "dtype", None) or torch.float32, tokens)
         self.padding = RowStarts(self.coded_layers)
         self.flags = Flags()
         # whose states a file held; which adapters took part in what is held (None: not known)
@@ -448,6 +523,8 @@ class TurboQuantCache(Cache):
         "Length and first position of the keys that the next update of a layer returns."
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.get_mask_sizes, query_length, layer_idx)
+        if self.budget and self.coded_layers[0].is_initialized:
+            self.make_room(query_length)  # a mask is of the tokens that stay
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
             return length, first
@@ -486,7 +563,7 @@ class TurboQuantCache(Cache):
         if torch.compiler.is_compiling() or not isinstance(layer, TurboQuantLayer):
             return layer.update(key_states, value_states, *args, **kwargs)
         if layer is self.coded_layers[0]:
-            self._begin_layers()
+            self._begin_layers(key_states)
         now = self.running or Pass(hooked=False)
         known = now.lengths.pop(layer_idx, None)
         held = layer.length if known is None else known
@@ -509,7 +586,7 @@ class TurboQuantCache(Cache):
                 if not now.hooked:
                     self.give()
 
-    def _begin_layers(self) -> None:
+    def _begin_layers(self, key_states: Tensor) -> None:
         "Once a pass, before its first layer: what concerns the cache and not a layer."
         drafts = self._listen()
         if self.take(hooked=False):  # nobody took it where no model is heard yet
@@ -529,7 +606,12 @@ class TurboQuantCache(Cache):
                 self.read_flags()
             elif first.store is not None:
                 now.lengths = self.counted()
+        sizes = key_states.shape[2], len(key_states), key_states.dtype
+        if self.budget and first.is_initialized:
+            self.make_room(*sizes)
         now.on_codes = first.on_codes
+        if self.budget and not first.is_initialized:
+            self.make_room(*sizes)
 
     def counted(self) -> dict:
         """Tokens that each static layer holds, by its index. Asks the devices once for all
@@ -707,6 +789,12 @@ class TurboQuantCache(Cache):
             raise ValueError("set_padding must come before the first token")
         self.padding.set(attention_mask)
 
+    def reset(self) -> None:
+        "Forget everything."
+        super().reset()
+        if self.budget:
+            self.budget.note(self.stands()[0])
+
     def report(self) -> Report:
         """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
         included), per value that an uncompressed cache of this model would hold."""
@@ -721,6 +809,7 @@ from fastcore.basics import patch
 from .. import checks
 from ..cache.store import crop_together, rearrange
 from .layer import MARGIN
+from ..theory.centre import GROWTH
 
 # %% ../../nbs/reference/hf_cache.ipynb #bef88f44
 @patch
@@ -777,6 +866,8 @@ def _crop_layers(self: TurboQuantCache, tokens_to_remove: int) -> None:
     tokens_to_remove = operator.index(tokens_to_remove)  # of drafts: a tensor on the device
     if tokens_to_remove >= 0 or not _crop_drafts(self, -tokens_to_remove):
         super(TurboQuantCache, self).crop(tokens_to_remove)
+    if self.budget:
+        self.budget.note(self.stands()[0])
 
 
 TurboQuantCache.crop = _crop_layers
@@ -867,6 +958,23 @@ def _check_rows(beam_idx, batch: list) -> None:
 
 
 @patch
+def make_rows(self: TurboQuantCache, rows: int) -> None:
+    "Make room for so many rows under a budget. Raises as `make_room`."
+    if self.budget and self.coded_layers[0].is_initialized:
+        self.make_room(0, rows)
+
+
+def _repeat_rows(self: TurboQuantCache, repeats: int) -> None:
+    "Repeat every row in all layers, neighbours together."
+    if self.coded_layers[0].is_initialized:
+        self.make_rows(self.coded_layers[0].store.batch * checks.whole(repeats, "times", 1))
+    super(TurboQuantCache, self).batch_repeat_interleave(repeats)
+
+
+TurboQuantCache.batch_repeat_interleave = _repeat_rows
+
+
+@patch
 def reorder_cache(
     self: TurboQuantCache,
     beam_idx: Tensor,  # integers from 0 to B - 1, as many as there shall be rows
@@ -876,6 +984,7 @@ def reorder_cache(
     the others have these rows, too; where they cannot, or states are recurrent, the cache is
     empty then."""
     _check_rows(beam_idx, [x.store.batch for x in self.coded_layers if x.is_initialized])
+    self.make_rows(len(beam_idx))
     padded = any(len(set(x.starts or ())) > 1 for x in self.coded_layers)
     order = beam_idx.tolist() if padded else None
     before = [(x, x.starts) for x in self.coded_layers if x.is_initialized]
@@ -896,6 +1005,64 @@ def reorder_cache(
             self.reset()
             raise
         raise
+
+# %% ../../nbs/reference/hf_cache.ipynb #63b10001
+@patch
+def stands(
+    self: TurboQuantCache,
+    batch: int = 1,  # rows, of a cache that holds nothing yet, or more than there are
+    dtype: torch.dtype = torch.float32,  # of a cache that holds nothing yet
+) -> tuple:  # (a `Stand` of each layer, length -> bytes that layers share)
+    "Where the tokens of each layer stand under a budget, and what that costs."
+    out, frequencies = [], set()
+    for x in self.coded_layers:
+        kind = batch, x.info.heads, (x.info.key_size, x.info.value_size), dtype
+        more = {"window": x.sliding_window + MARGIN if x.is_sliding else None}
+        if x.is_initialized:
+            s = x.store
+            sizes = tuple(part.q.d for part in s.parts)
+            kind = max(batch, s.batch), s.heads, sizes, s.dtype
+            more |= dict(ends=s.ends, tile=s.tile)
+        out.append(Stand.of(x.tiers, *kind, **more))
+        frequencies.add(x.inv_freq or ())
+    row = sum(4 * len(x) for x in frequencies)  # cosines and sines of a position, fp16
+    return out, lambda n: -(-n // GROWTH) * GROWTH * row
+
+
+@patch
+def check_reach(
+    self: TurboQuantCache,
+    dtype: torch.dtype,  # of the model
+    tokens: int | None,  # that there must be room for; None: a block
+) -> None:
+    "Raise ValueError for a budget that holds fewer tokens of one sequence."
+    found, tables = self.stands(1, dtype)
+    least = found[0].tile if tokens is None else checks.whole(tokens, "tokens", 1)
+    if (reach := self.budget.reach(found, tables)) < least:
+        what = "one block of" if tokens is None else "tokens ="
+        got = f"memory={self.budget.memory:,} bytes holds {reach:,} tokens at the floor"
+        raise ValueError(f"{got} {self.budget.floor!r}, fewer than {what} {least:,}: give more")
+
+
+@patch
+def make_room(
+    self: TurboQuantCache,
+    n: int,  # tokens of each row that come
+    batch: int = 1,  # rows, of an empty cache, or more than there are
+    dtype: torch.dtype = torch.float32,  # of an empty cache
+) -> None:
+    """Move tokens to fewer bits, so that what comes fits the budget. Raises ValueError, before
+    anything has moved, where it does not."""
+    found, tables = self.stands(batch, dtype)
+    plan = self.budget.plan(found, n, tables)
+    for layer, stand in zip(self.coded_layers, plan):
+        layer.planned = stand.ends
+        if layer.is_initialized:
+            store, (first, *coded, _) = layer.store, stand.ends
+            whole = store.length // store.block * store.block
+            ends = [max(a, min(b, whole)) for a, b in zip(store.ends[1:-1], coded)]
+            store.settle((min(first, store.length), *ends, store.length), names=layer.names)
+    self.budget.note(plan)
 
 # %% ../../nbs/reference/hf_cache.ipynb #bfd4fd53
 @patch

@@ -147,7 +147,8 @@ def compile_ahead(
     (b, h, n, d), dv = keys.shape, values.shape[3]
     kind = layer.recipe, layer.backend, layer.info.query_heads, layer.sliding_window, captured
     kind += b, h, d, dv, keys.dtype, keys.device, n % 16, any(layer.starts or ())
-    if layer.backend not in ("auto", "triton") or layer.latent or kind in _ASKED:
+    served = layer.backend in ("auto", "triton") and not (layer.latent or layer.tiers)
+    if not served or kind in _ASKED:
         return
     _ASKED.add(kind)
     twin, n = copy(layer), min(n, 512 + n % 16)  # kernels know of lengths what 16 leaves

@@ -10,7 +10,8 @@ import copy
 import math
 import warnings
 from collections import Counter
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.clock import HostClock
-from ..cache.decay import store_class
+from ..cache.budget import TieredStore
 from ..cache.memory import scaled_keys
-from ..cache.store import tail_with
+from ..cache.store import KVStore, tail_with
 from .attention import NAME, CodedStates
 from .graphs import CapturedSteps
 from .hooks import Pass, attention_name, repeated_starts, wants_weights
@@ -61,6 +62,7 @@ class Reader:
         self.config = config
         self.asked = asked
         self.tables = {}  # cosines and sines of layers, by frequencies, head size and device
+        self.budget = None  # a `Budget`, which says whether anything is coded yet
         named = attention_name(config) is not None
         if asked == "codes" and named and (found := self.obstacle):
             raise ValueError(f"attention='codes' cannot be: {found.why}; {found.cure}")
@@ -73,6 +75,8 @@ class Reader:
             return None
         if self.asked == "dense":
             return Obstacle("attention='dense'", "attention='auto'")
+        if self.plain:
+            return Obstacle("all tokens are held as they came", "more tokens than fit so")
         if name is None:
             return Obstacle("no model of transformers runs", "model.generate()")
         if self.why:
@@ -85,6 +89,11 @@ class Reader:
         return None
 
     @property
+    def plain(self) -> bool:
+        "Whether all tokens are still held as they came."
+        return self.budget is not None and not self.budget.entered
+
+    @property
     def on_codes(self) -> bool:
         "Whether the pass that comes attends on codes."
         return attention_name(self.config) == NAME or self.obstacle is None
@@ -92,7 +101,7 @@ class Reader:
     def say_slow(self) -> None:
         "Once: why steps are slow, where nobody asked for that."
         silent = self.asked == "dense" or attention_name(self.config) is None
-        silent = silent or bool(self.why)  # said when the cache was made
+        silent = silent or bool(self.why) or self.plain  # said when the cache was made
         if not silent and (found := self.obstacle):
             _say_slow(found)
 
@@ -101,6 +110,12 @@ STEPS = 16  # tokens of the longest chunk that is served as if its tokens came o
 DRAFTS = 64  # the same where transformers has said that drafts will come
 # tokens a sliding layer keeps beyond its window, so that rejected drafts can be cropped
 MARGIN = 256
+
+
+def _code_block(backend: str, counts: Counter, store: KVStore, k, v, names: tuple) -> None:
+    "Code exact tokens that a budget moves, and count by whom."
+    coder = ops.append(store, k, v, backend, names, k.shape[2] <= 64 or None)
+    counts["torch" if coder == "torch" else "kernel"] += 1
 
 
 class TurboQuantLayer(CacheLayerMixin):
@@ -119,9 +134,12 @@ class TurboQuantLayer(CacheLayerMixin):
         backend: str = "auto",
         clock: type = HostClock,  # the kind that its stores begin with
         frame: LayerFrame | None = None,  # of its keys, see `Recipe.settled`
+        tiers: tuple = (),  # under a budget: the recipes of a `TieredStore`
     ):
         super().__init__()
         recipe = recipe.settled(frame)
+        if tiers:  # what is recent is exact without a ring
+            recipe = replace(recipe, recent=0)
         self.recipe, self.frame = recipe, frame
         self.clock, self.is_compileable = clock, clock.fixed
         self.info, self.index = info, info.index
@@ -146,7 +164,8 @@ class TurboQuantLayer(CacheLayerMixin):
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
-        self.scales_pairs = recipe.key.pair_scale != "none"
+        self.scales_pairs = recipe.key.pair_scale != "none" and not tiers
+        self.tiers, self.planned = tiers, None  # where tokens stand after the pass that comes
 
     @property
     def on_codes(self) -> bool:
@@ -174,9 +193,10 @@ class TurboQuantLayer(CacheLayerMixin):
     @property
     def first(self) -> int:
         "First past position that the next token can see, if older ones may have been freed."
-        if not self.is_sliding or self.clock.fixed:
+        if self.clock.fixed or not self.is_initialized:
             return 0
-        return max(0, self.held - self.sliding_window + 1)
+        seen = self.held - self.sliding_window + 1 if self.is_sliding else 0
+        return max(seen, self.store.freed)
 
     def lazy_initialization(
         self,
@@ -193,19 +213,13 @@ class TurboQuantLayer(CacheLayerMixin):
             rope["inv_freq"] = self.reader.tables.get(known)
             if rope["inv_freq"] is None:
                 rope["inv_freq"] = torch.tensor(self.inv_freq, dtype=torch.float32)
-        self.store = store_class(self.recipe)(
-            self.recipe,
-            b,
-            h,
-            dk,
-            dv,
-            *kind,
-            length,
-            **self.clock.settings,
-            **rope,
-            tokens=n,
-            frame=self.frame,
-        )
+        how, rope["frame"] = (b, h, dk, dv, *kind), self.frame
+        if self.tiers:
+            code = partial(_code_block, self.backend, self.coded)
+            self.store = TieredStore(self.tiers, *how, **rope, code=code)
+        else:
+            rope |= dict(self.clock.settings, tokens=n)
+            self.store = KVStore(self.recipe, *how, length, **rope)
         if self.store.cos_sin is not None:
             self.reader.tables[known] = self.store.cos_sin
         self.is_initialized = True
@@ -232,7 +246,7 @@ class TurboQuantLayer(CacheLayerMixin):
         now = now or Pass(hooked=False)
         on_codes = self.on_codes if now.on_codes is None else now.on_codes
         first, past = self.first, self.held
-        drafts = now.drafts if on_codes and not past else 0
+        drafts = now.drafts if on_codes and not past and not self.tiers else 0
         if drafts:
             self._append_with_drafts(states, drafts, now)
         else:
@@ -308,10 +322,10 @@ class TurboQuantLayer(CacheLayerMixin):
             # flags of all layers are looked at together: of a first chunk when the pass ends,
             # of others in the next one
             wait = None if first_chunk and not now.hooked else False
+            if self.tiers:
+                self.store.planned, self.planned = self.planned, None
             how = dict(backend=self.backend, names=self.names, wait=wait, framed=True)
             coder = ops.append(self.store, key_states, value_states, **how)
-            if first_chunk and self.store.decays:  # it attends to itself as it came
-                self.store.age()
         except BaseException:  # out of memory, or interrupted
             if fresh:
                 self.reset()
@@ -322,7 +336,8 @@ class TurboQuantLayer(CacheLayerMixin):
             cuda = key_states.device.type == "cuda"
             stream = torch.cuda.current_stream(key_states.device) if cuda else None
             now.unseen.append((self.store, stream and stream.record_event()))
-        self.coded["torch" if coder == "torch" else "kernel"] += 1
+        if coder != "exact":
+            self.coded["torch" if coder == "torch" else "kernel"] += 1
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."
@@ -343,7 +358,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.crop(self.held)
         else:
             self.store, self.is_initialized = None, False
-        self.starts = self.tail = None
+        self.starts = self.tail = self.planned = None
         self.mask_reason, self.patience = "", 0
 
     def get_seq_length(self) -> int | Tensor:

@@ -557,14 +557,13 @@ def plan_layers(
     info: ModelInfo,
     recipe: Recipe | str | list | None = None,  # a Recipe, a preset, None for k3v3, or a list
     bits: int | float | tuple | None = None,  # replaces the bits of keys and values
-    max_length: int | None = None,  # tokens that are allocated at once
     calibration=None,  # a file, a hub id or a Calibration
     budget: float | None = None,  # average bits, spent by the calibration's losses
 ) -> list:  # a Recipe for each coded layer
     """How each layer is coded, before its frame settles what is "auto". Raises
     TypeError/ValueError for what is no recipe, a list of another length, bits that no
-    head of this size can have, decay with max_length, a pre-RoPE mean without RoPE, another
-    model's calibration, a budget without one."""
+    head of this size can have, a pre-RoPE mean without RoPE, another model's calibration, a
+    budget without one."""
     n = len(info.coded)
     listed = isinstance(recipe, (list, tuple))
     if listed and len(recipe) != n:
@@ -572,10 +571,6 @@ def plan_layers(
         raise ValueError(f"recipe must be {want}, got a list of {len(recipe)}")
     each = recipe if listed else [recipe] * n
     recipes = [as_recipe(r, bits) for r in each]
-    if max_length is not None and any(r.decay is not None for r in recipes):
-        raise ValueError(
-            "max_length allocates once, so decay frees nothing; choose one of them"
-        )
     _check_centers(info, recipes)
     latent = lambda x, r: _of_latents(r, x.index) if x.latent else r
     recipes = [latent(x, r) for x, r in zip(info.coded, recipes)]

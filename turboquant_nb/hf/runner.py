@@ -324,8 +324,10 @@ class StepRunner:
             return ""
         if layer.is_sliding:
             return "a sliding layer frees tokens; max_length and static=True keep them"
-        if store.decays or any(x.q.code.refuses("capture") for x in store.parts):
-            return "decay and QJL residuals"
+        if store.tiered:
+            return "a budget moves tokens, and their tensors with them"
+        if any(x.q.code.refuses("capture") for x in store.parts):
+            return "QJL residuals"
         if layer.patience or store._recent_from > max(0, store.length - store.recipe.recent):
             return "tokens were cropped lately"
         return ""

@@ -53,7 +53,8 @@ def _merge(a: tuple | None, b: tuple) -> tuple:
 def _read(store, first: int, last: int) -> tuple:
     """Keys (as the store holds them, see `Part.into_frame`) and values of past positions: by
     the kernel where it can, else step by step."""
-    tables = launch.store_plan(store).tables if store.device.type == "cuda" else None
+    coded = store.device.type == "cuda" and not store.tiered
+    tables = launch.store_plan(store).tables if coded else None
     by_kernel = tables is not None and not blocks.refuses(store, tables)
     return (
         blocks.read_block(store, tables, first, last)
@@ -209,10 +210,13 @@ class Flash(Backend):
     name, served = "flash", "chunk"
 
     def refuses(self, call: Call) -> str:
+        few = call.q.shape[2] <= 16
+        return "up to 16 tokens are served on codes" if few else self.unfit(call)
+
+    def unfit(self, call: Call) -> str:
+        "Why torch's attention cannot serve a call, however many tokens it is of."
         store, q, k, v = call.store, call.q, call.k, call.v
         n, d = q.shape[2], q.shape[3]
-        if n <= 16:
-            return "up to 16 tokens are served on codes"
         if call.rule.latent:
             return "the blocks are read as keys and values, latents are both"
         if call.recent is not None:
@@ -323,7 +327,12 @@ def _choice(backend: str, among: dict, refuses, what: str) -> Choice:
 
 # %% ../../nbs/21_backends.ipynb #4fe2d1e6
 def select_backend(call: Call) -> Choice:
-    "Who serves a call: what `attend` would do with it. Raises as it does."
+    """Who serves a call: what `attend` would do with it, of several stores with the oldest.
+    Raises as it does."""
+    if call.store.tiered:
+        call, *coded = in_runs(call)
+        if not coded:
+            return Choice("exact", "")
     rule, store, q, k, v, *_ = call
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
@@ -351,15 +360,23 @@ def serve(
     backend: str | None = None,  # a name in `BACKENDS`, chosen before; None: it is chosen now
 ) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
-    older, newest = [], call
-    if call.store.decays:
+    if call.store.tiered:
         *older, newest = in_runs(call)
-    name = select_backend(newest).backend if backend is None else backend
-    answer = BACKENDS[name].run(newest)
-    if older:
         answers = [BACKENDS[select_backend(x).backend].run(x) for x in older]
-        answer = joined([*answers, answer], call.q.dtype)
+        answer = joined([*answers, _exact(newest)], call.q.dtype)
+    else:
+        name = select_backend(call).backend if backend is None else backend
+        answer = BACKENDS[name].run(call)
     return with_sinks(*answer, call.rule.sinks)
+
+
+def _exact(call: Call) -> Answer:
+    "Attention to the exact tokens of several stores, by torch's own where it can."
+    whole = call.first is None or call.first <= call.store.offset
+    plain = whole and call.mask is None and call.bias is None
+    call = call._replace(recent=None, first=call.store.offset if plain else call.first)
+    flash = BACKENDS["flash"]
+    return attention.exact_answer(call) if flash.unfit(call) else flash.run(call)
 
 
 def attend(
@@ -383,7 +400,7 @@ def attend_again(
 ) -> Answer | None:
     """A call like one that was served before by launches that can be made again, without
     choosing; None if there are none, or several stores hold the tokens."""
-    answer = None if call.store.decays else launch.again(call)
+    answer = None if call.store.tiered else launch.again(call)
     return answer if answer is None else with_sinks(*answer, call.rule.sinks)
 
 # %% ../../nbs/21_backends.ipynb #dfce742e
@@ -455,8 +472,9 @@ def append(
     """Code n tokens and add them. Raises ValueError/TypeError on states that do not fit, or
     with the reason if the backend named cannot serve; the store is then as before."""
     k = k if framed or not isinstance(k, Tensor) else store.key.into_frame(k)
-    if store.decays:
-        store.age()
+    if store.tiered:
+        store.append(k, v, names)
+        return "exact"
     name, _ = select_coder(store, backend)
     step = backend == "auto" and name == "torch" and isinstance(k, Tensor)
     if step and k.shape[2:3] == (1,) and CPU.append(store, k, v):

@@ -87,7 +87,7 @@ class Spec:
             raise ValueError(why)
         checks.one_of(self.scale, "scale", ("norm", "mse", "unbiased"))
         named = self.codebook
-        named = named.removeprefix(COARSER) if isinstance(named, str) else named
+        named = named.replace(COARSER, "") if isinstance(named, str) else named
         checks.one_of(named, "codebook", dict.fromkeys((*CODEBOOKS, *LATER_CODES, *CODES)))
         if named not in CODEBOOKS and self.residual != "none":
             raise ValueError(

@@ -7,7 +7,6 @@ __all__ = ['PRESETS', 'TwoSides', 'Recipe', 'preset', 'as_recipe']
 
 # %% ../../nbs/11_quantizer.ipynb #2eb00004
 import json
-import math
 from dataclasses import InitVar, asdict, dataclass, replace
 from functools import lru_cache
 
@@ -23,21 +22,6 @@ _KEY_RESIDUALS = {
     "prod": {"residual": "qjl"},
     "rescale": {"residual": "none", "scale": "unbiased"},
 }
-
-
-def _check_decay(decay, sides):
-    "Raise ValueError unless tokens can lose a plane by decay."
-    if decay is None:
-        return
-    if any(s.residual == "qjl" for s in sides):
-        raise ValueError(
-            "decay drops the last plane of codes; residual 'qjl' keeps its signs apart"
-        )
-    most = [max(s.bits) if isinstance(s.bits, tuple) else math.ceil(s.bits) for s in sides]
-    if max(most) < 3:
-        raise ValueError(
-            f"decay needs a side with channels of 3 or 4 bits, got at most {max(most)}"
-        )
 
 # %% ../../nbs/11_quantizer.ipynb #510b1bdd
 class TwoSides:
@@ -94,7 +78,6 @@ class Recipe(TwoSides):
     value: Spec = Spec()
     sinks: int = 4  # first tokens of each sequence kept in the model's dtype
     recent: int = 16  # most recent tokens kept in the model's dtype
-    decay: int | None = None  # older tokens lose the last bit of codes of 3 or 4; None: never
     residual: InitVar[str | None] = None  # "none", "sign", "prod" or "rescale": only sets `key`
 
     side_class = Spec
@@ -107,13 +90,11 @@ class Recipe(TwoSides):
                 raise ValueError(f"{name}={x!r} is for keys: a frame says nothing of values")
         if why := transform_class(self.value.rotation).refuses("values"):
             raise ValueError(why)
-        for name, low in {"sinks": 0, "recent": 0, "decay": 1}.items():
-            if name != "decay" or self.decay is not None:
-                object.__setattr__(self, name, checks.whole(getattr(self, name), name, low))
+        for name in ("sinks", "recent"):
+            object.__setattr__(self, name, checks.whole(getattr(self, name), name, 0))
         if residual is not None:
             checks.one_of(residual, "residual", tuple(_KEY_RESIDUALS))
             object.__setattr__(self, "key", replace(self.key, **_KEY_RESIDUALS[residual]))
-        _check_decay(self.decay, (self.key, self.value))
 
     @property
     def wants_frame(self) -> bool:

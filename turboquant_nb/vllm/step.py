@@ -81,8 +81,6 @@ def serving_recipe(
             f"sinks must be 0 where recent is 0, got {recipe.sinks}: first tokens travel in "
             "the blocks of recent ones"
         )
-    if recipe.decay is not None:
-        reasons.append(f"decay must be None, got {recipe.decay}: blocks have one size")
     for name, side in (("key", recipe.key), ("value", recipe.value)):
         if side.center not in ("auto", "pre_rope", "fixed", "none"):
             reasons.append(

@@ -1,0 +1,338 @@
+"""A budget: tokens are exact until memory is short, and no byte more is held than it allows.
+
+TURBOQUANT_SLOW=1 makes five times as many random runs."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from tests.helpers import QUIETLY, SLOW, given_frame, prompt, refuses, seeded, tiny
+
+transformers = pytest.importorskip("transformers")
+
+from turboquant_nb.cache.attention import dense_attention
+from turboquant_nb.cache.budget import Budget, Stand, ladder
+from turboquant_nb.cache.store import KVStore, tables_of
+from turboquant_nb.hf import TurboQuantCache, enable, disable, turboquant_attention
+
+pytestmark = QUIETLY
+# bytes that let tokens of 2,401 pass through all tiers, and some be forgotten
+TOLD = {"llama": 475_000, "qwen3": 475_000, "gemma3_text": 550_000, "cohere2": 450_000}
+HEADS, GROUP, D, WINDOW, LAYERS = 1, 2, 16, 40, 4
+SLIDES = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+
+
+def config(kinds=SLIDES):
+    c = transformers.Gemma3TextConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=len(kinds),
+        num_attention_heads=HEADS * GROUP,
+        num_key_value_heads=HEADS,
+        head_dim=D,
+        sliding_window=WINDOW,
+        layer_types=kinds,
+    )
+    c._attn_implementation = "sdpa"
+    return c
+
+
+def held(cache) -> int:
+    "Bytes of all storages that a cache keeps, and of its tables, which others share."
+    found, tables = {}, {}
+    for store in (x.store for x in cache.coded_layers if x.store):
+        parts = [part for run in store.runs for part in run.parts]
+        tensors = [t for part in parts for t in part.tensors.values()]
+        for t in (*tensors, store.start, *(run.flags for run in store.runs)):
+            if t is not None and t.numel():
+                found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        tables |= {t.data_ptr(): t.nbytes for t in tables_of(store)}
+    return sum(found.values()) + sum(tables.values())
+
+
+class Run:
+    "A cache under a budget, and what came to it."
+
+    def __init__(self, rng, memory, **how):
+        self.config, self.rng, self.g = config(), rng, seeded(rng.randrange(10**6))
+        frame, how = given_frame(self.config), dict(attention="codes") | how
+        self.cache = TurboQuantCache(self.config, frame=frame, memory=memory, **how)
+        self.batch, self.raw = rng.randint(1, 2), None
+
+    @property
+    def length(self):
+        return self.cache.get_seq_length()
+
+    def draw(self, heads, n):
+        return torch.randn(self.batch, heads, n, D, generator=self.g) + 0.5
+
+    def append(self, n):
+        "Through all layers, whose attention is that of dense states over what is read."
+        new = [(self.draw(HEADS, n), self.draw(HEADS, n)) for _ in range(LAYERS)]
+        past = self.length
+        for i, (layer, (k, v)) in enumerate(zip(self.cache.layers, new)):
+            q, first = self.draw(HEADS * GROUP, n), layer.first
+            handles = self.cache.update(k, v, i)
+            got = [x.clone() for x in layer.store.read(first if past else None)]
+            for x, y in zip(got, (k, v)) if past else ():  # its own tokens exactly
+                x[:, :, x.shape[2] - n :] = y
+            if isinstance(handles[0], torch.Tensor):
+                for x, y in zip(handles, got if past else (k, v)):
+                    assert torch.equal(x[:, :, -y.shape[2] :], y)
+                continue
+            if layer.is_sliding:
+                first = max(first, layer.store.freed)
+            out = turboquant_attention(None, q, *handles, None, 0.25)[0].transpose(1, 2)
+            window = WINDOW if layer.is_sliding else None
+            states = got if past else (k, v)
+            want, _ = dense_attention(q, *states, 0.25, sliding_window=window)
+            assert torch.allclose(out, want, atol=3e-5), (out - want).abs().max()
+        join = lambda old, x: torch.cat([old, x], 2)
+        old = self.raw or [(x[:, :, :0], y[:, :, :0]) for x, y in new]
+        self.raw = [(join(a, x), join(b, y)) for (a, b), (x, y) in zip(old, new)]
+
+    def each(self, f):
+        if self.raw:
+            self.raw = [tuple(map(f, pair)) for pair in self.raw]
+            self.batch = len(self.raw[0][0])
+
+    def check(self):
+        "Bytes, and where each token stands: exact, or its 4 bits without their last planes."
+        cache = self.cache
+        assert held(cache) == cache.report()["nbytes"] <= cache.budget.memory
+        for layer, states in zip(cache.coded_layers, self.raw or ()):
+            store, (first, *ends, last) = layer.store, layer.store.ends
+            assert last == states[0].shape[2] == layer.store.length
+            assert len(store.runs) <= 3 and store.freed == first
+            for x, y in zip(store.read(store.offset), states):
+                assert torch.equal(x, y[:, :, store.offset :])
+            finest = store.recipes[-1]
+            how = (store.batch, HEADS, D, D)
+            more = dict(frame=layer.frame, inv_freq=torch.tensor(layer.info.inv_freq))
+            whole = KVStore(finest, *how, **more)
+            whole.append(*(x[:, :, : store.offset] for x in states))
+            for tier, run in store.tiers.items():
+                assert run.length == ends[tier] and not run.capacity % store.tile
+                assert run.capacity - (run.length - run.offset) < store.tile
+                for side in ("key", "value"):
+                    got, want = (x.coded(side, run.offset, run.length) for x in (run, whole))
+                    lost = len(store.recipes) - 1 - tier
+                    apart = (got.codes != want.codes >> lost).float().mean()
+                    assert apart < 1e-4 and torch.equal(got.scale, want.scale)
+
+
+@pytest.mark.parametrize("seed", range(50 if SLOW else 10))
+def test_no_byte_more_than_the_budget(seed):
+    """Chunks, single tokens, crops, beams, other numbers of rows, copies and new prompts, at
+    budgets that end anywhere between exact and the floor; what is refused changes nothing."""
+    rng = random.Random(seed)
+    run = Run(rng, rng.choice((250_000, 320_000, 420_000)), full=rng.choice(("error", "evict")))
+    refused, moved = 0, set()
+    for _ in range(25):
+        what = rng.choice(("append",) * 6 + ("crop", "beams", "rows", "copy", "reset"))
+        before = run.length, [x.store.ends for x in run.cache.coded_layers if x.store]
+        try:
+            if what == "append":
+                run.append(rng.choice((1, 1, 2, 9, 40, 200, 300, 700)))
+            elif not run.length:
+                continue
+            elif what == "crop":
+                layer = run.cache.coded_layers[1]
+                n = min(rng.choice((1, 5, 100, 400)), run.length - layer.store.freed - WINDOW)
+                if n > 0 and run.length - n > max(
+                    x.store.freed for x in run.cache.coded_layers
+                ):
+                    run.cache.crop(-n)
+                    run.each(lambda x: x[:, :, : x.shape[2] - n])
+            elif what == "beams":
+                rows = torch.tensor([rng.randrange(run.batch) for _ in range(run.batch)])
+                run.cache.reorder_cache(rows)
+                run.each(lambda x: x[rows])
+            elif what == "rows":
+                more = rng.random() < 0.5 and run.batch < 3
+                index = [0, *range(run.batch)] if more else [run.batch - 1]
+                move = run.cache.reorder_cache if more else run.cache.batch_select_indices
+                move(torch.tensor(index))
+                run.each(lambda x: x[index])
+            elif what == "copy":
+                run.cache = copy.deepcopy(run.cache)
+            elif rng.random() < 0.3:
+                run.cache.reset()
+                run.raw = None
+        except ValueError as error:
+            assert "Nothing was lost" in str(error)
+            assert before == (
+                run.length,
+                [x.store.ends for x in run.cache.coded_layers if x.store],
+            )
+            refused += 1
+            run.cache.recover()
+            run.cache.reset()
+            run.raw = None
+        run.check()
+        for x in run.cache.coded_layers if run.raw else ():
+            moved |= set(x.store.tiers)
+    assert moved or refused
+    with pytest.raises(AssertionError):  # the mutant: a budget that is smaller
+        run.append(1)
+        run.cache.budget.memory = held(run.cache) - 1
+        run.check()
+
+
+@pytest.mark.parametrize("name", ("llama", "qwen2", "gemma3_text", "gpt_oss"))
+@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+def test_before_the_first_move_it_is_transformers_own(name, attention):
+    "Bit for bit, padding and beams included. The mutant's budget lets tokens move."
+    model = tiny(name, head_dim=16, max_position_embeddings=1024)
+    model.set_attn_implementation(attention if name != "gpt_oss" else "eager")
+    inputs = prompt(2, 600)
+    how = dict(max_new_tokens=12, do_sample=False, output_logits=True)
+    how |= dict(return_dict_in_generate=True)
+    logits = lambda cache, **more: torch.stack(
+        model.generate(**inputs, past_key_values=cache, **how, **more).logits
+    )
+    for more in (dict(num_beams=3), {}):
+        want = logits(transformers.DynamicCache(config=model.config), **more)
+        cache = TurboQuantCache(model, memory="1GB")
+        assert torch.equal(logits(cache, **more), want)
+        report = cache.report()
+        assert {*report["budget"]["tokens"][0]} == {16} and not report["coded"]
+    floor = cache.budget.total(cache.stands(2)[0], lambda n: 0)
+    cache = TurboQuantCache(model, memory=int(0.9 * floor), full="evict")
+    assert not torch.equal(
+        logits(cache), logits(transformers.DynamicCache(config=model.config))
+    )
+
+
+@pytest.mark.parametrize("name, memory", TOLD.items())
+def test_attention_on_codes_and_on_what_they_decode_to_agree(name, memory):
+    "The same tokens through both paths, with padding, while tokens move and are forgotten."
+    model = tiny(name, head_dim=16, max_position_embeddings=4096)
+    ids = prompt(2, 2401, padded=False)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :280] = 0
+    bits, found, ends = [], [], (0, 500, 501, 900, 905, 1400, 1401, 2400, 2401)
+    for attention in ("auto", "dense"):
+        said, out = [], []
+        how = dict(memory=memory, full="evict", on_tier=lambda *x: said.append(x))
+        cache = TurboQuantCache(model, attention=attention, **how)
+        with torch.no_grad():
+            for a, b in zip(ends, ends[1:]):
+                keep = dict(attention_mask=mask[:, :b], past_key_values=cache)
+                out.append(model(ids[:, a:b], **keep).logits)
+                assert held(cache) <= memory
+        bits.append(said)
+        found.append(torch.cat(out, 1)[mask.bool()])
+    assert bits[0] == bits[1] and {x for x, _ in bits[0]} == {4, 3, 2}
+    assert any(x.store.freed for x in cache.coded_layers if not x.is_sliding)
+    assert torch.allclose(*found, atol=2e-3), (found[0] - found[1]).abs().max()
+
+
+def test_it_is_full_where_it_said_and_goes_on_where_it_may_forget():
+    model = tiny("llama", head_dim=16, max_position_embeddings=8192)
+    said = []
+    cache = TurboQuantCache(model, memory="600kB", on_tier=lambda *x: said.append(x))
+    step = lambda: model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    with torch.no_grad():
+        model(torch.ones(1, 1000, dtype=torch.long), past_key_values=cache)
+        reach = cache.report()["budget"]["reach"]
+        model(torch.ones(1, reach - 1001, dtype=torch.long), past_key_values=cache)
+        step()
+        with refuses(f"it holds {reach:,} tokens at the floor 'k2v2', .* Nothing was lost"):
+            step()
+        assert cache.get_seq_length() == reach == cache.report()["budget"]["reach"]
+        before = [x.store.read() for x in cache.coded_layers]
+        with refuses("Nothing was lost"):
+            step()
+        for x, y in zip(before, (x.store.read() for x in cache.coded_layers)):
+            assert all(map(torch.equal, x, y))
+        cache.recover()
+        cache.budget.full = "evict"
+        for _ in range(300):
+            step()
+            assert held(cache) <= 600_000
+    tokens = cache.report()["budget"]["tokens"]
+    left = [cache.get_seq_length() - x.store.freed for x in cache.coded_layers]
+    assert [sum(x.values()) for x in tokens] == left and min(left) > reach - 600
+    assert said[0][0] == 4 and said[-1][0] == 2 and said[0][1] <= said[-1][1]
+    assert "at the floor 'k2v2'" in str(cache.report())
+
+
+def test_who_moves_first():
+    """What is exact before what is coded, the first layer after all others, sliding ones below
+    4 bits at the very end; and no tier that two others do not need."""
+    numbers = dict(batch=1, heads=2, sizes=(64, 64), dtype=torch.float16)
+    stands = [Stand.of(ladder(), window=2000 if i == 2 else None, **numbers) for i in range(4)]
+    budget, seen = Budget("3MB"), []
+    for n in range(319, 20_000, 256):  # what is exact takes most room at these
+        try:
+            now = budget.plan(stands, n, lambda n: 0)
+        except ValueError:
+            break
+        assert budget.total(now, lambda n: 0) <= budget.memory
+        bits = [{budget.bits(i) for i in range(4) if x.ends[i + 1] > x.ends[i]} for x in now]
+        assert all(len(x) <= 3 and 16 in x for x in bits)
+        assert bits[1] >= {4} or not any(4 in x for x in bits) or min(map(min, bits)) < 4
+        if min(bits[2]) < 4:  # the sliding one: all others are at the floor
+            assert all(x.ends[3] - x.ends[1] < 512 for i, x in enumerate(now) if i != 2)
+        low = lambda i: sum(1 for x in bits[i] if x < 16)
+        assert low(0) <= low(1) or min(bits[0]) == min(bits[1])
+        seen.append(min(map(min, bits)))
+    assert seen == sorted(seen, reverse=True) and {*seen} == {16, 4, 3, 2}
+    assert n > 4000
+
+
+@pytest.mark.parametrize(
+    "how, why",
+    [
+        (dict(memory="8 GigaBytes"), "memory must be bytes, or a number and a unit such as"),
+        (dict(memory="8"), "such as 24GB or 80GiB, got '8'"),
+        (dict(memory=0), "memory must be an integer of at least 1, got 0"),
+        (dict(memory="0GB"), "memory must be an integer of at least 1, got 0"),
+        (dict(memory=-5), "memory must be an integer of at least 1, got -5"),
+        (dict(memory="-1GB"), "memory must be bytes, or a number and a unit"),
+        (
+            dict(memory=50_000),
+            "holds 0 tokens at the floor 'k2v2', fewer than one block of 256",
+        ),
+        (dict(memory="1MB", tokens=10**6), "fewer than tokens = 1,000,000: give more"),
+        (dict(memory="1MB", tokens=0), "tokens must be an integer of at least 1, got 0"),
+        (dict(memory="1MB", floor="k1v1"), "floor must be one of 'k4v4', 'k3v3', 'k2v2'"),
+        (dict(memory="1MB", floor="k2v2-trellis"), "planes of those of 4 bits, got"),
+        (dict(memory="1MB", full="crash"), "full must be one of 'error', 'evict', got 'crash'"),
+        (dict(memory="1MB", recipe="k3v3"), "memory= takes no recipe: .*; give floor="),
+        (dict(memory="1MB", bits=3, budget=3.0), "takes no bits and no budget"),
+        (dict(memory="1MB", static=True, max_length=512), "takes no max_length and no static"),
+        (dict(floor="k3v3"), "belong to memory="),
+        (dict(tokens=100), "belong to memory="),
+    ],
+)
+def test_what_is_refused(how, why):
+    with refuses(why):
+        TurboQuantCache(tiny("llama", head_dim=16), **how)
+
+
+def test_models_that_it_does_not_serve_and_files():
+    with refuses("memory= must know keys and values, and layer 0 has"):
+        TurboQuantCache(tiny("deepseek_v3"), memory="1GB")
+    model = tiny("llama", head_dim=16)
+    with refuses("memory must be an integer", TypeError):
+        TurboQuantCache(model, memory=1.5e9)
+    cache = TurboQuantCache(model, memory="1GB")
+    with torch.no_grad():
+        model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
+    with refuses("several stores, which no file takes"):
+        cache.save("/nonexistent/cache")
+
+
+def test_it_is_the_default_of_a_model():
+    model = tiny("llama", head_dim=16, max_position_embeddings=1024)
+    default = enable(model, memory="500kB", floor="k3v3")
+    try:
+        model.generate(**prompt(1, 600), max_new_tokens=3, do_sample=False)
+    finally:
+        disable(model)
+    assert default.report["budget"]["floor"] == "k3v3" and default.report["coded"]
