@@ -138,7 +138,7 @@ class TieredStore(KVStore):
         run.length = run.offset = run._recent_from = at
         return run
 
-# %% ../../nbs/15_store.ipynb #63b00009
+# %% ../../nbs/15_store.ipynb #63b00109
 @patch
 def resized(self: TieredStore, first: int, last: int) -> list:
     """Cells with room for exact positions [first, last), in which those of them lie that
@@ -222,7 +222,7 @@ def _code(store: TieredStore, to: int, k, v, end: int, names: tuple) -> None:
 
     commit(change)
 
-# %% ../../nbs/15_store.ipynb #63b0000b
+# %% ../../nbs/15_store.ipynb #63b0010b
 def _have_room(run: KVStore, last: int) -> None:
     "Let tokens up to position `last` fit, and no more."
     tiles = -(-(last - run.offset) // run.tile)
@@ -315,7 +315,7 @@ def evict(self: TieredStore, before: int) -> None:
     if to > self.freed:
         _keep(self, to, self.length)
 
-# %% ../../nbs/15_store.ipynb #63b0000d
+# %% ../../nbs/15_store.ipynb #63b0010d
 @patch
 @without_autograd
 def crop(self: TieredStore, tokens: int, tail=None) -> None:
@@ -512,7 +512,7 @@ class Budget:
             f"lost: give more memory{cure}"
         )
 
-# %% ../../nbs/15_store.ipynb #63b00017
+# %% ../../nbs/15_store.ipynb #63b00117
 @patch
 def reach(self: Budget, stands: list, tables) -> int:
     "Tokens that all layers hold when the floor is full."
