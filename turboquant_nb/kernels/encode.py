@@ -777,7 +777,7 @@ def _load(kernel, device: torch.device) -> None:
     "Have what Triton makes at a first launch: the launcher in C, the kernel on the device."
     kernel = kernel.result() if hasattr(kernel, "result") else kernel
     with torch.cuda.device(device):
-        kernel.run
+        getattr(kernel, "run", None)  # a hook of Triton's may have compiled none
 
 
 @contextmanager
