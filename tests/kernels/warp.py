@@ -181,6 +181,10 @@ class Warp:
         ways |= dict(div=divided, rem=lambda a, b: a - b * divided(a, b))
         if name.startswith("do_") and name[3:] in ways:
             return self.binary(ways[name[3:]])
+        ways = dict(neg=np.negative, abs=np.abs, ex2=np.exp2, lg2=np.log2, rcp=np.reciprocal)
+        ways["not"] = np.invert
+        if name.startswith("do_") and name[3:] in ways:
+            return self.unary(ways[name[3:]])
         raise AttributeError(name)
 
     def do_mul(self, how, o, active):
@@ -200,27 +204,12 @@ class Warp:
         with np.errstate(all="ignore"):
             self.put(o[0], (a * b + c).astype(np.float32), active)
 
-    def unary(self, how, o, active, f):
-        with np.errstate(all="ignore"):
-            self.put(o[0], f(self.value(o[1], how[-1])), active)
+    def unary(self, f):
+        def do(how, o, active):
+            with np.errstate(all="ignore"):
+                self.put(o[0], f(self.value(o[1], how[-1])), active)
 
-    def do_neg(self, *given):
-        self.unary(*given, np.negative)
-
-    def do_abs(self, *given):
-        self.unary(*given, np.abs)
-
-    def do_not(self, *given):
-        self.unary(*given, np.invert)
-
-    def do_ex2(self, *given):
-        self.unary(*given, np.exp2)
-
-    def do_lg2(self, *given):
-        self.unary(*given, np.log2)
-
-    def do_rcp(self, *given):
-        self.unary(*given, np.reciprocal)
+        return do
 
     def do_shl(self, how, o, active):
         size = int(how[-1][1:])

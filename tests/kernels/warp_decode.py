@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = map(str, (Path(__file__).parent, Path(__file__).parents[2]))
 import warp
 from aot_decode import compiled
+from tests.helpers import random_frame
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import decode, decode_mma, launch
 from turboquant_nb.kernels.encode import DeviceProperties, Launch
-from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
 
@@ -86,14 +86,6 @@ def rotated(x, s, shared, rows, after=False):
     return torch.einsum("bhrd,hed->bhre", plain, matrix.float()).contiguous(), None
 
 
-def frame_of(heads, d):
-    g = torch.Generator().manual_seed(d)
-    mean, fixed, pair = torch.randn(3, heads, d, generator=g)
-    pair[:, d // 2 :] = pair[:, : d // 2]
-    inv = 10000.0 ** (-torch.arange(0, d, 2) / d)
-    return LayerFrame(mean, fixed, (pair / 2).exp2(), inv), inv
-
-
 @torch.no_grad()
 def error(
     d=128,
@@ -121,7 +113,8 @@ def error(
     recipe = Recipe(
         Spec(bits=bits[0], center=center, **book), Spec(bits=bits[1], **book), sinks, recent
     )
-    frame, inv = frame_of(heads, d)
+    inv = 10000.0 ** (-torch.arange(0, d, 2) / d)
+    frame = random_frame(heads, d, d)
     store = KVStore(
         recipe,
         batch,

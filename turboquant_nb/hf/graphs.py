@@ -150,13 +150,13 @@ def compile_ahead(
     served = layer.backend in ("auto", "triton") and not (layer.latent or layer.tiers)
     if not served or kind in _ASKED:
         return
-    _ASKED.add(kind)
     twin, n = copy(layer), min(n, 512 + n % 16)  # kernels know of lengths what 16 leaves
     twin.captured, twin.max_length = CapturedSteps(), 2 * _ROOM if layer.clock.fixed else None
     how = dict(backend=layer.backend, wait=False, framed=True)
     with compiled_together(keys.device) as together:
         if not together:
             return
+        _ASKED.add(kind)
         chunk = keys[:, :, :n], values[:, :, :n]
         twin.lazy_initialization(*chunk)
         twin._begin(b)
