@@ -128,10 +128,10 @@ def filled(k, v, k_bits, v_bits, center="fixed", room=None):
     return held(recipe, k, v, room or k.shape[2])
 
 
-def held(recipe, k, v, room=None):
+def held(recipe, k, v, room=None, **kind):
     "A store that holds the codes of k and v by any recipe; without `room` it grows."
     batch, heads, tokens, d = k.shape
-    more = dict(inv_freq=frequencies(d), frame=frame(heads, d))
+    more = kind | dict(inv_freq=frequencies(d), frame=frame(heads, d))
     store = KVStore(recipe, batch, heads, d, d, k.dtype, k.device, max_length=room, **more)
     step = max(256, 2**21 // (batch * d))  # whatever the heads
     for i in range(0, tokens, step):

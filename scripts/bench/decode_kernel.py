@@ -1,8 +1,12 @@
 """Decode attention on codes against the best attention on bf16 and fp8, one NVIDIA GPU: run.py
-decode_kernel [--quick | --shapes SHAPE …] [--seconds S] [--after FILE] --out FILE.
+decode_kernel [--quick | --shapes SHAPE …] [--recipes NAME …] [--seconds S] [--after FILE]
+--out FILE.
 
 --shapes measures attention of one token on these shapes alone (8x8x4x128x32768: sequences, KV
 heads, group, head size, tokens).
+--recipes measures presets besides, as caches with a random frame hold them, where a kernel for
+tensor cores reads them, and `append`: a token of 8 sequences of 8 heads of 128 channels, coded
+in a CUDA graph, a layer of 20.
 --after takes the rows of an earlier file and measures what it lacks.
 
 Gate: for every head size, group and bit count the kernel's output agrees with fp32 attention on
@@ -34,13 +38,21 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from bench.cases import CASES, DEVICE, Shape, filled, states
+from bench.cases import CASES, DEVICE, Shape, filled, frame, held, states
 from plan import Plan, earlier
-from bench.timing import both_launches, event_time, kernel_times, quantiles, replayed
+from bench.timing import (
+    append_times,
+    both_launches,
+    event_time,
+    kernel_times,
+    quantiles,
+    replayed,
+)
 
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import ops
-from turboquant_nb.kernels.launch import decode_attention, refuses
+from turboquant_nb.kernels.launch import decode_attention, refuses, store_plan
+from turboquant_nb.quant.recipe import preset
 
 CENTERS = "fixed", "pre_rope"
 BITS = [(4, 4), (3, 3), (2, 2)]
@@ -160,7 +172,11 @@ def apart(got, want):
     return float((got - want).norm() / want.norm())
 
 
-def gate(cases):
+def off(q, store):
+    return apart(decode_attention(q, store)[0], attend(q, store)[0])
+
+
+def gate(cases, recipes):
     """The largest relative error over head sizes, groups and bits, in fp32 on batches of at
     most 2 and 16,384 tokens, and after outliers."""
     worst, kinds = 0.0, {}
@@ -173,10 +189,11 @@ def gate(cases):
         for k_bits, v_bits in BITS:
             for outlier, center in ((False, "fixed"), (True, "fixed"), (False, "pre_rope")):
                 q, k, v = states(small, torch.float32, outlier)
-                store = filled(k, v, k_bits, v_bits, center)
-                want, _ = attend(q, store)
-                got, _ = decode_attention(q, store)
-                worst = max(worst, apart(got, want))
+                worst = max(worst, off(q, filled(k, v, k_bits, v_bits, center)))
+        for name in recipes:
+            q, k, v = states(small, torch.float32)
+            if not store_plan(store := of_preset(name, k, v)).why_mma:
+                worst = max(worst, off(q, store))
         for n, backend in ((4, "triton"), (64, "flash")) if case == cases[0] else ():
             q, k, v = drafted(small, n, torch.float32)  # drafts, and a chunk in blocks
             store, drafts = filled(k, v, 3, 3, "pre_rope"), backend == "triton"
@@ -189,7 +206,7 @@ def gate(cases):
         "cmd": (
             "decode kernel against attention.attend on the same codes in fp32: every head size "
             "and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value, a "
-            "pre-RoPE mean, drafts, a chunk in blocks"
+            "pre-RoPE mean, drafts, a chunk in blocks, presets"
         ),
         "passed": worst <= 1e-3,
         "worst": worst,
@@ -226,19 +243,28 @@ def compile_one(task):
             decode_attention(q, store, *last(bits, k, v), recent=RECENT)
             ops.attend(torch.cat([q] * 20, 2), store, *last(20 * bits, k, v), backend="flash")
     else:
-        for center, tokens in (*((c, 600) for c in CENTERS), ("pre_rope", 13000)):
+        if isinstance(bits, str):
+            stores = [lambda k, v: of_preset(bits, k, v)]
+        else:
+            stores = [
+                partial(filled, k_bits=bits[0], v_bits=bits[1], center=c) for c in CENTERS
+            ]
+        for make, tokens in itertools.product(stores, (600, 13000)):
             q, k, v = states(of(tokens), dtype)  # a long one computes the mean's sums itself
-            decode_attention(q, filled(k, v, *bits, center))
+            if not store_plan(store := make(k, v)).why_mma:
+                decode_attention(q, store)
     torch.cuda.synchronize()
 
 
-def compile_all(cases, workers, known):
+def compile_all(cases, workers, known, recipes):
     "Compile in several processes before anything is timed."
     kinds = {}
     for i, c in enumerate(cases):
         for bits in BITS if i or known else ALL_BITS:
             for dtype in (torch.bfloat16, torch.float32)[: 1 + (bits in BITS)]:
                 kinds.setdefault((c.d, c.group > 4, bits, dtype), (c, bits, dtype))
+        for name, dtype in itertools.product(recipes, (torch.bfloat16, torch.float32)):
+            kinds.setdefault((c.d, c.group > 4, name, dtype), (c, name, dtype))
         for n, dtype in (
             ((4, torch.float32), *((n, torch.bfloat16) for n in DRAFTED)) if i == 0 else ()
         ):
@@ -281,8 +307,14 @@ def baselines(case: Shape, q, k, v, seconds):
             yield about(case, name, bits=bits, config=str(config)) | row
 
 
-def measure(case: Shape, bits, seconds):
-    "Rows of one case: baselines, then ours at every bit pair."
+def of_preset(name, k, v, **more):
+    "A store of a preset's recipe, with a frame."
+    recipe = preset(name).settled(frame(k.shape[1], k.shape[3]))
+    return held(recipe, k, v, **more)
+
+
+def measure(case: Shape, bits, seconds, recipes=()):
+    "Rows of one case: baselines, then ours at every bit pair and by every preset."
     q, k, v = states(case)
     dense = [*baselines(case, q, k, v, seconds)]
     yield from dense
@@ -301,6 +333,23 @@ def measure(case: Shape, bits, seconds):
         what["bits"] = (k_bits + v_bits) / 2 + 16 / case.d
         for row in both_launches(partial(decode_attention, q, store), seconds):
             yield what | dict(speedup=best[row["launch"]] / row["p50"]) | row
+    for name in recipes:
+        if store_plan(of_preset(name, k[:1, :, :600], v[:1, :, :600])).why_mma:
+            continue
+        store = of_preset(name, k, v)
+        what = about(case, "codes, preset", recipe=name, held=store.bits_per_value())
+        for row in both_launches(partial(decode_attention, q, store), seconds):
+            yield what | dict(speedup=best[row["launch"]] / row["p50"]) | row
+
+
+def measure_appends(recipes, case=Shape(8, 8, 1, 128, 70)):
+    "Rows of a token appended to codes."
+    _, k, v = states(case)
+    for name in recipes:
+        store = of_preset(name, k, v, room=2048, static=True)
+        token = last(1, k, v)
+        took = append_times(lambda: ops.append(store, *token), [store], case.tokens)
+        yield about(case, "append", recipe=name, launch="graph") | quantiles(took)
 
 
 def measure_drafts(case: Shape, seconds):
@@ -350,6 +399,7 @@ def options(p):
     which = p.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="four cases only")
     which.add_argument("--shapes", nargs="+", default=[], help="these alone")
+    p.add_argument("--recipes", nargs="+", default=[], help="presets, besides bits")
     p.add_argument("--seconds", type=float, default=0.1, help="measuring time of one row")
     p.add_argument("--after", help="rows of this earlier file are kept")
     p.add_argument("--workers", type=int, default=0, help="processes that compile beforehand")
@@ -359,17 +409,19 @@ def shape_of(row):
     return Shape(*(row[x] for x in Shape._fields))
 
 
-def rows(cases, quick, whole, seconds, known):
+def rows(cases, a, known):
     "What is measured, case by case; `known`: rows of an earlier file."
+    whole = not a.shapes
     head, have = cases[0], {shape_of(r) for r in known}
     if whole and not any(r["method"] == "codes, drafts" for r in known):
-        yield from measure_drafts(head, seconds)
-        yield from measure_drafts(Shape(1, 8, 4, 128, 8192), seconds)
+        yield from measure_drafts(head, a.seconds)
+        yield from measure_drafts(Shape(1, 8, 4, 128, 8192), a.seconds)
         yield from measure_chunks(Shape(1, 8, 4, 128, 32768))
+    yield from measure_appends(a.recipes)
     for i, case in enumerate(cases):
         if case not in have:
-            every = i == 0 and whole and not quick
-            yield from measure(case, ALL_BITS if every else BITS, seconds)
+            every = i == 0 and whole and not a.quick
+            yield from measure(case, ALL_BITS if every else BITS, a.seconds, a.recipes)
 
 
 def plan(a):
@@ -379,12 +431,6 @@ def plan(a):
     have = {shape_of(r) for r in known}
     new = [c for c in cases if c not in have or c == cases[0]]
     if a.workers:
-        compile_all(new, a.workers, known)
+        compile_all(new, a.workers, known, a.recipes)
     data = {"id": "normal states", "n": len(cases)}
-    return Plan(
-        "decode",
-        gate(new),
-        rows(cases, a.quick, not shapes, a.seconds, known),
-        data,
-        before=known,
-    )
+    return Plan("decode", gate(new, a.recipes), rows(cases, a, known), data, before=known)

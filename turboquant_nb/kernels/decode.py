@@ -1710,7 +1710,8 @@ class AngleTables(NamedTuple):
     # pairs, their sines, functions of slow pairs; then [2, 2, 8, HP], what a pair gives to each
     # even function, high and low, and to each odd one; HP: r/2, padded
     near: Tensor
-    # [257 + tiles, 2 * HP] fp32: of 127.5, 128.5, … 382.5 positions, then of -256, 0, 256, …
+    # [257 + tiles, 2 * HP] fp32: of 127.5, 128.5, … 382.5 positions, then of -256, 0, 256, …,
+    # these in 32767ths, as what they are multiplied by
     far: Tensor
 
     @classmethod
@@ -1743,6 +1744,7 @@ class AngleTables(NamedTuple):
         steps = 256.0 * torch.arange(-1, -(-positions // 256))
         at = torch.cat([torch.arange(256) + 127.5, steps]).double()[:, None] * omega[order]
         far = torch.cat([at.cos(), at.sin()], 1) * (order < real).repeat(2)
+        far[256:] /= 32767
         near = torch.cat([near.half().flatten(), *(x.flatten() for x in given)])
         return cls(near.to(inv_freq.device), far.float().to(inv_freq.device))
 
