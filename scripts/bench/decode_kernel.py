@@ -172,6 +172,11 @@ def apart(got, want):
     return float((got - want).norm() / want.norm())
 
 
+def by_tensor_cores(store):
+    plan = store_plan(store)
+    return not (plan.why or plan.why_mma)
+
+
 def off(q, store):
     return apart(decode_attention(q, store)[0], attend(q, store)[0])
 
@@ -192,7 +197,7 @@ def gate(cases, recipes):
                 worst = max(worst, off(q, filled(k, v, k_bits, v_bits, center)))
         for name in recipes:
             q, k, v = states(small, torch.float32)
-            if not store_plan(store := of_preset(name, k, v)).why_mma:
+            if by_tensor_cores(store := of_preset(name, k, v)):
                 worst = max(worst, off(q, store))
         for n, backend in ((4, "triton"), (64, "flash")) if case == cases[0] else ():
             q, k, v = drafted(small, n, torch.float32)  # drafts, and a chunk in blocks
@@ -251,7 +256,7 @@ def compile_one(task):
             ]
         for make, tokens in itertools.product(stores, (600, 13000)):
             q, k, v = states(of(tokens), dtype)  # a long one computes the mean's sums itself
-            if not store_plan(store := make(k, v)).why_mma:
+            if by_tensor_cores(store := make(k, v)):
                 decode_attention(q, store)
     torch.cuda.synchronize()
 
@@ -334,7 +339,7 @@ def measure(case: Shape, bits, seconds, recipes=()):
         for row in both_launches(partial(decode_attention, q, store), seconds):
             yield what | dict(speedup=best[row["launch"]] / row["p50"]) | row
     for name in recipes:
-        if store_plan(of_preset(name, k[:1, :, :600], v[:1, :, :600])).why_mma:
+        if not by_tensor_cores(of_preset(name, k[:1, :, :600], v[:1, :, :600])):
             continue
         store = of_preset(name, k, v)
         what = about(case, "codes, preset", recipe=name, held=store.bits_per_value())

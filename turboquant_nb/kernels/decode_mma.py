@@ -1282,11 +1282,15 @@ def _upper_times_zero(x, n: gl.constexpr, inside: gl.constexpr):
 
 @gluon.jit
 def _no_number(scales):
-    "fp32 [8 lanes]: 0, or NaN where one of a lane's fp16 scales [256] is NaN or Inf."
-    x = _upper_times_zero(_upper_times_zero(scales, 256, 128), 128, 64)
-    x = _upper_times_zero(_upper_times_zero(x, 64, 4), 32, 2)
-    low, high = gl.split(gl.reshape(x, [8, 2]))
-    return (low.to(gl.float32) + high.to(gl.float32)) * 0.0
+    "fp32 [8 lanes]: 0, or NaN where one of a lane's scales [256] is NaN or Inf."
+    if scales.dtype == gl.float16:
+        x = _upper_times_zero(_upper_times_zero(scales, 256, 128), 128, 64)
+        x = _upper_times_zero(_upper_times_zero(x, 64, 4), 32, 2)
+        low, high = gl.split(gl.reshape(x, [8, 2]))
+        bad = (low.to(gl.float32) + high.to(gl.float32)) * 0.0
+    else:
+        bad = gl.sum(gl.sum(gl.reshape(scales.to(gl.float32) * 0.0, [4, 8, 8]), 0), 1)
+    return bad
 
 
 @gluon.jit

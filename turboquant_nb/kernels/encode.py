@@ -887,12 +887,12 @@ class Launcher:
         grid = grid if isinstance(grid, tuple) else (grid, 1, 1)
         args = self.ordered(named)
         kind = self.kind(named, options)
-        if compiled := READY.get(kind):
-            compiled[grid](*args)
-        else:
+        if (compiled := READY.get(kind)) is None:
             compiled = launch(self.kernel, grid, *args, **options)
             if compiled is not None:  # the interpreter compiles nothing
                 READY[kind] = compiled
+        elif _ASKING.get() is None:
+            compiled[grid](*args)
         return Launch(compiled, grid, args, self.places, slots)
 
 # %% ../../nbs/18_encode.ipynb #cd60e651
@@ -909,7 +909,8 @@ def launch_known(
     addresses = list(map(Tensor.data_ptr, self.tensors(named)))
     kind = self.sizes(named, addresses)
     if compiled := ready.get(kind):
-        compiled[grid](*self.ordered(named | dict(zip(self.names, addresses))))
+        if _ASKING.get() is None:
+            compiled[grid](*self.ordered(named | dict(zip(self.names, addresses))))
     elif compiled := launch(self.kernel, grid, *self.ordered(named), **options):
         ready[kind] = compiled
 
