@@ -64,6 +64,17 @@ EXPERIMENTS = {
         "perplexity under a budget, and of fixed recipes that hold as many bytes",
         "--windows 1 --length 256 --prompt 128",
     ),
+    "columns": Entry(
+        "eval.columns",
+        "bits, perplexity, divergence and times of presets and of others, a row for each",
+        "--windows 2 --length 64 --only k2v2 fp8 KIVI --times 1 32 1",
+    ),
+    "agents": Entry(
+        "eval.agents",
+        "tool calls, schemas, digits, needles, sums: right answers on codes and uncompressed",
+        "--tasks digits-500 --limit 2 --caches k3v3 fp8-head --dtype float32",
+        needs="lm_eval",
+    ),
     "mutants": Entry(
         "eval.mutation",
         "how many small changes of the code the tests notice",
