@@ -16,6 +16,7 @@ codes, or of states that a codec decoded at once, whose bits are then those that
 
 Gate: one pass against token by token on the real cache of k3v3."""
 
+import math
 import sys
 import time
 from dataclasses import replace
@@ -197,7 +198,9 @@ def nexusquant(bits, model, _tokenizer) -> Codec:
         return one._e8_keys(k, start), one._e8_values(v)
 
     d = ModelInfo(model).coded[0].key_size
-    return Codec(code, tuple(b + 16 / d for b in bits))
+    # points of eight numbers: half of all whole ones, and all halves between; it counts 2**bits
+    points = [((2**b + 1) ** 8 / 2 + 2 ** (8 * b)) for b in bits]
+    return Codec(code, tuple(math.log2(x) / 8 + 16 / d for x in points))
 
 
 def spectralquant(preset, model, tokenizer) -> Codec:
@@ -230,7 +233,6 @@ PEERS = {  # name: (unpacked wheels, the codec, of which settings)
     "nexusquant-kv, K3V2": ("nexusquant-kv", nexusquant, (3, 2)),
     "kakeyalattice, E8, Q 2": ("kakeyalattice", kakeya, 2),
     "kakeyalattice, E8, Q 10": ("kakeyalattice", kakeya, 10),
-    "spectralquant, high": ("spectralquant", spectralquant, "high"),
     "spectralquant, standard": ("spectralquant", spectralquant, "standard"),
 }
 QUANTIZED = {  # name: (backend, bits, axis of keys, of values, numbers with one scale)
