@@ -382,10 +382,10 @@ def rows(a, model, tokenizer, known):
         plain = dict(cache="uncompressed", protocol="all") | about
         if ("uncompressed", "all", length) not in known:
             yield plain | here.about(here.plain.loss, 32.0)
-        for (name, _, package, new), protocol in product(every, a.protocols):
+        for (name, holds, package, new), protocol in product(every, a.protocols):
             if (name, protocol, length) in known:
                 continue
-            row = dict(cache=name, protocol=protocol, package=package) | about
+            row = dict(cache=name, protocol=protocol, package=package, holds=holds) | about
             try:
                 candidate = replace(new(protocol), name=name)
                 row |= here.row(model, candidate, protocol)
