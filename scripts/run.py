@@ -69,6 +69,11 @@ EXPERIMENTS = {
         "bits, perplexity, divergence and times of presets and of others, a row for each",
         "--windows 2 --length 64 --only k2v2 fp8 KIVI --times 1 32 1",
     ),
+    "codes": Entry(
+        "eval.codes",
+        "trellis codes with levels, scales and tiles after prior art, all else equal",
+        "--windows 2 --length 40 --fit 32 --only levels",
+    ),
     "agents": Entry(
         "eval.agents",
         "tool calls, schemas, digits, needles, sums: right answers on codes and uncompressed",
