@@ -67,7 +67,7 @@ EXPERIMENTS = {
     "agents": Entry(
         "eval.agents",
         "tool calls, schemas, digits, needles, sums: right answers on codes and uncompressed",
-        "--tasks digits-500 --limit 2 --caches k3v3 fp8-head --dtype float32",
+        "--tasks digits-500 --limit 1 --caches k3v3 --dtype float32",
     ),
     "mutants": Entry(
         "eval.mutation",
