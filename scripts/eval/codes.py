@@ -13,8 +13,10 @@ Every token is coded (all-quantised), by the recipe as it is and with one change
   the best one moves with --length, a scale should know how long a context is; after TCQ.
 
 A row has the change of perplexity beside the uncompressed model and, as `of_recipe`, beside the
-recipe as it is, window by window. Gate: one pass against token by token on the real cache; without a change 97 of 100
-keys and values of the first layer are what the store's codes stand for."""
+recipe as it is, window by window.
+
+Gate: one pass against token by token on the real cache; without a change 97 of 100 keys and
+values of the first layer are what the store's codes stand for."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
