@@ -50,19 +50,24 @@ EXPERIMENTS = {
         "decode steps of a whole model, launched and replayed; memory; whole calls",
         needs="GPU",
     ),
-    "generate_cpu": Entry(
-        "bench.generate_cpu",
-        "tokens per second of generate() on a CPU, on codes and uncompressed",
-        "--tiny --prompts 300 --new 2 --repeats 1",
-    ),
     "serving": Entry(
         "bench.serving", "a vLLM engine with codes in its blocks, bf16 and fp8", needs="vllm"
     ),
     # --- quality
-    "budget": Entry(
-        "eval.budget",
-        "perplexity under a budget, and of fixed recipes that hold as many bytes",
-        "--windows 1 --length 256 --prompt 128",
+    "columns": Entry(
+        "eval.columns",
+        "bits, perplexity, divergence and times of presets and of others, a row for each",
+        "--windows 2 --length 64 --only fp8-head KIVI --protocols stress --times 1 16 1",
+    ),
+    "codes": Entry(
+        "eval.codes",
+        "trellis codes with levels, scales and tiles after prior art, all else equal",
+        "--windows 2 --length 40 --fit 32 --only levels",
+    ),
+    "agents": Entry(
+        "eval.agents",
+        "tool calls, schemas, digits, needles, sums: right answers on codes and uncompressed",
+        "--tasks digits-500 --limit 1 --caches k3v3 --dtype float32",
     ),
     "mutants": Entry(
         "eval.mutation",
@@ -88,6 +93,10 @@ EXPERIMENTS = {
 # What is found and asked no more, by the last commit that holds the script; the commit that
 # measured is in the file of results.
 LAST = {
+    "93f1dbb1": {
+        "generate_cpu": "tokens per second of generate() on a CPU, on codes and uncompressed",
+        "budget": "perplexity under a budget, and of fixed recipes that hold as many bytes",
+    },
     "2fb53209": {
         "maps": "what a matrix for every head costs both kernels",
         "choices": "perplexity for single choices of a code, all else equal",
