@@ -428,8 +428,8 @@ def check_call(
         if x is not None and list(x.shape) != [b, h, min(x.shape[2], length), d]:
             want = f"[{b}, {h}, at most {length}, {d}]"
             raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
-    if not store.offset <= first <= length:
-        raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
+    if not store.freed <= first <= length:
+        raise ValueError(f"first must be from {store.freed} to {length}, got {first}")
     if recent is not None and (k is None or k.shape[2] < q.shape[2]):
         raise ValueError(f"recent needs exact k and v of the last {q.shape[2]} tokens at least")
     for name, x in (
@@ -621,12 +621,19 @@ def exact_answer(
     rule, store, q, k, v, mask, first, _, _, bias = call
     past = store.length - (0 if k is None else k.shape[2])
     first = min(store.offset, past) if first is None else first
-    states = store.read(first, max(first, past))
-    if k is not None:
-        late = max(0, first - past)
-        states = [torch.cat([x, y[:, :, late:]], 2) for x, y in zip(states, (k, v))]
     if mask is None:
         positions = torch.arange(first, store.length, device=q.device)[None]
         mask = visible(store, q.shape[2], positions, rule.causal, rule.sliding_window)
-    out = dense_attention(q, *states, rule.scaling, mask, bias=bias, softcap=rule.softcap)
-    return Answer(*out)
+    cut = lambda x, a, b: None if x is None else x[..., a - first : b - first]
+    answers = []
+    for a, b in _spans(first, past, store.length):
+        states = store.read(a, b) if a < past else (x[:, :, a - past :] for x in (k, v))
+        more = dict(mask=cut(mask, a, b), bias=cut(bias, a, b), softcap=rule.softcap)
+        answers.append(Answer(*dense_attention(q, *states, rule.scaling, **more)))
+    return joined(answers, q.dtype)
+
+
+def _spans(first: int, past: int, last: int, size: int = 4096) -> list:
+    "Positions [first, past), so many at a time, then those of the call up to the last."
+    spans = [(a, min(a + size, past)) for a in range(first, past, size)]
+    return [*spans, (max(first, past), last)] if max(first, past) < last else spans
