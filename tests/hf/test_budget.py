@@ -4,20 +4,36 @@ TURBOQUANT_SLOW=1 makes five times as many random runs."""
 
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
 
-from tests.helpers import QUIETLY, SLOW, given_frame, prompt, refuses, seeded, tiny
+from tests.helpers import (
+    QUIETLY,
+    SLOW,
+    given_frame,
+    prompt,
+    random_frame,
+    refuses,
+    seeded,
+    tiny,
+)
 
 transformers = pytest.importorskip("transformers")
 
 from turboquant_nb.cache.attention import dense_attention
-from turboquant_nb.cache.budget import Budget, Stand, ladder
+from turboquant_nb.cache.budget import Budget, Stand, TieredStore, ladder
 from turboquant_nb.cache.store import KVStore, tables_of
 from turboquant_nb.hf import TurboQuantCache, enable, disable, turboquant_attention
+from turboquant_nb.kernels import ops
 
+CUDA = torch.cuda.is_available()
 pytestmark = QUIETLY
+STANDS = (0, 256, 512, 768, 800)
+# queries, window, where tiers end
+KERNEL_CALLS = [(1, None, STANDS), (1, 600, STANDS), (1, 20, STANDS), (40, None, STANDS)]
+KERNEL_CALLS += [(40, 300, STANDS), (40, None, (0, 256, 512, 784, 800))]
 # bytes that let tokens of 2,401 pass through all tiers, and some be forgotten
 TOLD = {"llama": 450_000, "qwen3": 450_000, "gemma3_text": 500_000, "cohere2": 320_000}
 HEADS, GROUP, D, WINDOW, LAYERS = 1, 2, 16, 40, 4
@@ -336,3 +352,41 @@ def test_it_is_the_default_of_a_model():
     finally:
         disable(model)
     assert default.report["budget"]["floor"] == "k3v3" and default.report["coded"]
+
+
+@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@pytest.mark.parametrize("n, window, ends", KERNEL_CALLS)
+def test_kernels_read_every_store(n, window, ends, monkeypatch):
+    """One query by the kernel of each store's codes and torch's attention to what is exact,
+    long chunks and windows block by block over all: as dense attention to what is read. The
+    mutant reads what came, all of it."""
+    kind = dict(dtype=torch.float32, device="cuda" if CUDA else "cpu")
+    code = partial(ops.append, backend="triton", wait=None)
+    coder = lambda store, k, v, names: code(store, k, v, names=names)
+    store = TieredStore(ladder(), 2, 1, 32, **kind, frame=random_frame(1, 32), code=coder)
+    store.set_range(start=torch.tensor([0, 300]))
+    k, v = (torch.randn(2, 1, ends[-1], 32, generator=seeded(i)) for i in range(2))
+    k, v = k.to(store.device), v.to(store.device)
+    store.append(k, v)
+    store.settle(ends)
+    q = torch.randn(2, 4, n, 32, generator=seeded(2)).to(store.device)
+    names = []
+    for name in ("triton", "flash", "blocks", "torch"):
+        run = ops.BACKENDS[name].run
+        monkeypatch.setattr(
+            ops.BACKENDS[name], "run", lambda x, f=run, name=name: names.append(name) or f(x)
+        )
+    new = k[:, :, -n:], v[:, :, -n:]
+    how = dict(sliding_window=window, backend="triton", recent=None if n > 16 else n)
+    got = ops.attend(q, store, *new, **how)
+    assert names == (["flash"] if n > 16 or window else ["triton"] * 3 + ["flash"])
+    states = [torch.cat([x[:, :, :-n], y], 2) for x, y in zip(store.read(), new)]
+    places = torch.arange(ends[-1], device=store.device)
+    at = places[-n:, None]
+    past = ((places >= store.start[:, None])[:, None] & (places <= at))[:, None]
+    mask = past & (places > at - (window or ends[-1] + 1))
+    want, lse = dense_attention(q, *states, mask=mask)
+    assert torch.allclose(got.out, want, atol=2e-3), (got.out - want).abs().max()
+    assert torch.allclose(got.lse, lse, atol=2e-3), (got.lse - lse).abs().max()
+    wrong, _ = dense_attention(q, k, v, mask=past)
+    assert (wrong - want).abs().max() > 2e-2

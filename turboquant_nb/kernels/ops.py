@@ -334,12 +334,6 @@ def _choice(backend: str, among: dict, refuses, what: str) -> Choice:
 def select_backend(call: Call) -> Choice:
     """Who serves a call: what `attend` would do with it, of several stores with the oldest.
     Raises as it does."""
-    if call.store.tiered:
-        if _as_one(call):
-            return Choice("flash", "")
-        call, *coded = in_runs(call)
-        if not coded:
-            return Choice("exact", "")
     rule, store, q, k, v, *_ = call
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
@@ -350,6 +344,9 @@ def select_backend(call: Call) -> Choice:
     if kind not in known:
         if len(known) > 64:  # chunks of many lengths
             known.clear()
+        if store.tiered:
+            known[kind] = _choice_of_runs(call)
+            return known[kind]
         refuses = lambda name: BACKENDS[name].refuses(call)
         name, why = _choice(rule.backend, BACKENDS, refuses, "this call")
         if rule.backend in ("torch", "blocks"):
@@ -362,12 +359,22 @@ def select_backend(call: Call) -> Choice:
     return known[kind]
 
 # %% ../../nbs/21_backends.ipynb #565fde38
+def _choice_of_runs(call: Call) -> Choice:
+    "Who serves a call on several stores, by name that of the oldest."
+    if _as_one(call):
+        return Choice("flash", "")
+    oldest, *newer = in_runs(call)
+    return select_backend(oldest) if newer else Choice("exact", "")
+
+
 def serve(
     call: Call,  # in the frame of its store, see `Call.into_frame`
     backend: str | None = None,  # a name in `BACKENDS`, chosen before; None: it is chosen now
 ) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
-    if call.store.tiered and not _as_one(call):
+    if _as_one(call):
+        answer = BACKENDS["flash"].run(call._replace(recent=None))
+    elif call.store.tiered:
         *older, newest = in_runs(call)
         total = None
         for run in older:
@@ -376,7 +383,7 @@ def serve(
         answer = Answer(out.to(call.q.dtype), lse)
     else:
         name = select_backend(call).backend if backend is None else backend
-        answer = BACKENDS[name].run(call._replace(recent=None) if call.store.tiered else call)
+        answer = BACKENDS[name].run(call)
     return with_sinks(*answer, call.rule.sinks)
 
 
@@ -385,8 +392,9 @@ def _as_one(call: Call) -> bool:
     does, and not each store's own: of a long chunk, and in a sliding window, which ends within
     one of them."""
     many = call.q.shape[2] > 16 or call.rule.sliding_window is not None
-    ask = call.rule.backend in ("auto", "triton", "flash")
-    return many and ask and not BACKENDS["flash"].unfit(call._replace(recent=None))
+    if not (call.store.tiered and many and call.rule.backend in ("auto", "triton", "flash")):
+        return False
+    return not BACKENDS["flash"].unfit(call._replace(recent=None))
 
 
 def _exact(call: Call) -> Answer:
