@@ -364,7 +364,29 @@ def _choice_of_runs(call: Call) -> Choice:
     if _as_one(call):
         return Choice("flash", "")
     oldest, *newer = in_runs(call)
-    return select_backend(oldest) if newer else Choice("exact", "")
+    return select_backend(_by_rows(oldest)[0]) if newer else Choice("exact", "")
+
+
+def _by_rows(call: Call) -> list:
+    """Calls of queries that all see the same: they are heads of one token, of which kernels take
+    16 to a KV head."""
+    (b, _, n, d), heads = call.q.shape, call.store.heads
+    if n == 1 or call.mask is not None or call.bias is not None:
+        return [call]
+    rows = call.q.reshape(b, heads, -1, d).split(16, 2)
+    return [call._replace(q=x.reshape(b, -1, 1, d)) for x in rows]
+
+
+def _of_codes(call: Call) -> Answer:
+    "Attention to a store of codes that lies before all queries."
+    b, heads, n, _ = call.q.shape
+    parts = _by_rows(call)
+    found = [BACKENDS[select_backend(x).backend].run(x) for x in parts]
+    if len(parts) == 1 and parts[0] is call:
+        return found[0]
+    of = lambda x: x.reshape(b, call.store.heads, -1, *x.shape[3:])
+    out, lse = (torch.cat([of(x) for x in side], 2) for side in zip(*found))
+    return Answer(out.view(b, heads, n, -1), lse.view(b, heads, n))
 
 
 def serve(
@@ -378,7 +400,7 @@ def serve(
         *older, newest = in_runs(call)
         total = None
         for run in older:
-            total = _merge(total, BACKENDS[select_backend(run).backend].run(run))
+            total = _merge(total, _of_codes(run))
         out, lse = _merge(total, _exact(newest))
         answer = Answer(out.to(call.q.dtype), lse)
     else:
