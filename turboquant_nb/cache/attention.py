@@ -621,19 +621,17 @@ def exact_answer(
     rule, store, q, k, v, mask, first, _, _, bias = call
     past = store.length - (0 if k is None else k.shape[2])
     first = min(store.offset, past) if first is None else first
+    states = store.read(first, max(first, past))
+    if k is not None:
+        late = max(0, first - past)
+        states = [torch.cat([x, y[:, :, late:]], 2) for x, y in zip(states, (k, v))]
     if mask is None:
         positions = torch.arange(first, store.length, device=q.device)[None]
         mask = visible(store, q.shape[2], positions, rule.causal, rule.sliding_window)
-    cut = lambda x, a, b: None if x is None else x[..., a - first : b - first]
+    cut = lambda x, a: None if x is None else x[..., a : a + 4096]
     answers = []
-    for a, b in _spans(first, past, store.length):
-        states = store.read(a, b) if a < past else (x[:, :, a - past :] for x in (k, v))
-        more = dict(mask=cut(mask, a, b), bias=cut(bias, a, b), softcap=rule.softcap)
-        answers.append(Answer(*dense_attention(q, *states, rule.scaling, **more)))
+    for a in range(0, store.length - first, 4096):  # more at once would be as much as float32
+        some = (x[:, :, a : a + 4096] for x in states)
+        more = dict(mask=cut(mask, a), bias=cut(bias, a), softcap=rule.softcap)
+        answers.append(Answer(*dense_attention(q, *some, rule.scaling, **more)))
     return joined(answers, q.dtype)
-
-
-def _spans(first: int, past: int, last: int, size: int = 4096) -> list:
-    "Positions [first, past), so many at a time, then those of the call up to the last."
-    spans = [(a, min(a + size, past)) for a in range(first, past, size)]
-    return [*spans, (max(first, past), last)] if max(first, past) < last else spans

@@ -164,6 +164,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from ..cache.budget import Budget, Stand, ladder
 from ..cache.clock import DeviceClock, HostClock, is_captured
 from ..cache.memory import shared_quantizer
+from ..cache.packing import TILE
 from turboquant_nb.hf.hooks import (
     Before,
     Finally,
@@ -1014,14 +1015,12 @@ def stands(
     "Where the tokens of each layer stand under a budget, and what that costs."
     out = []
     for x in self.coded_layers:
-        kind = batch, x.info.heads, (x.info.key_size, x.info.value_size), dtype
-        more = {"window": x.sliding_window + MARGIN if x.is_sliding else None}
+        rows, kind, ends = batch, dtype, None
         if x.is_initialized:
-            s = x.store
-            sizes = tuple(part.q.d for part in s.parts)
-            kind = max(batch, s.batch), s.heads, sizes, s.dtype
-            more |= dict(ends=s.ends, tile=s.tile)
-        out.append(Stand.of(x.tiers, *kind, **more))
+            rows, kind, ends = max(batch, x.store.batch), x.store.dtype, x.store.ends
+        window = x.sliding_window + MARGIN if x.is_sliding else None
+        sizes = x.info.key_size, x.info.value_size
+        out.append(Stand.of(x.tiers, rows, x.info.heads, sizes, kind, ends, window))
     return out
 
 
@@ -1033,7 +1032,7 @@ def check_reach(
 ) -> None:
     "Raise ValueError for a budget that holds fewer tokens of one sequence."
     found = self.stands(1, dtype)
-    least = found[0].tile if tokens is None else checks.whole(tokens, "tokens", 1)
+    least = TILE if tokens is None else checks.whole(tokens, "tokens", 1)
     if (reach := self.budget.reach(found)) < least:
         what = "one block of" if tokens is None else "tokens ="
         got = f"memory={self.budget.memory:,} bytes holds {reach:,} tokens at the floor"
@@ -1059,8 +1058,7 @@ def make_room(
         layer.planned = stand.ends
         if layer.is_initialized:
             store, (first, *coded, _) = layer.store, stand.ends
-            whole = store.length // store.block * store.block
-            ends = [max(a, min(b, whole)) for a, b in zip(store.ends[1:-1], coded)]
+            ends = [max(a, min(b, store.length)) for a, b in zip(store.ends[1:-1], coded)]
             store.settle((min(first, store.length), *ends, store.length), names=layer.names)
     budget.note(plan)
 

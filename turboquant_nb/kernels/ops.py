@@ -7,7 +7,7 @@ __all__ = ['BLOCK', 'CPU', 'BACKENDS', 'CODERS', 'fused_attention', 'Flash', 'Bl
            'select_backend', 'serve', 'attend', 'attend_again', 'KernelCoder', 'TorchCoder', 'select_coder', 'append']
 
 # %% ../../nbs/21_backends.ipynb #7b9b38e4
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -364,29 +364,7 @@ def _choice_of_runs(call: Call) -> Choice:
     if _as_one(call):
         return Choice("flash", "")
     oldest, *newer = in_runs(call)
-    return select_backend(_by_rows(oldest)[0]) if newer else Choice("exact", "")
-
-
-def _by_rows(call: Call) -> list:
-    """Calls of queries that all see the same: they are heads of one token, of which kernels take
-    16 to a KV head."""
-    (b, _, n, d), heads = call.q.shape, call.store.heads
-    if n == 1 or call.mask is not None or call.bias is not None:
-        return [call]
-    rows = call.q.reshape(b, heads, -1, d).split(16, 2)
-    return [call._replace(q=x.reshape(b, -1, 1, d)) for x in rows]
-
-
-def _of_codes(call: Call) -> Answer:
-    "Attention to a store of codes that lies before all queries."
-    b, heads, n, _ = call.q.shape
-    parts = _by_rows(call)
-    found = [BACKENDS[select_backend(x).backend].run(x) for x in parts]
-    if len(parts) == 1 and parts[0] is call:
-        return found[0]
-    of = lambda x: x.reshape(b, call.store.heads, -1, *x.shape[3:])
-    out, lse = (torch.cat([of(x) for x in side], 2) for side in zip(*found))
-    return Answer(out.view(b, heads, n, -1), lse.view(b, heads, n))
+    return select_backend(oldest) if newer else Choice("exact", "")
 
 
 def serve(
@@ -397,11 +375,11 @@ def serve(
     if _as_one(call):
         answer = BACKENDS["flash"].run(call._replace(recent=None))
     elif call.store.tiered:
-        *older, newest = in_runs(call)
-        total = None
-        for run in older:
-            total = _merge(total, _of_codes(run))
-        out, lse = _merge(total, _exact(newest))
+        *older, newest = in_runs(call._replace(recent=None))
+        found = [BACKENDS[select_backend(x).backend].run(x) for x in older]
+        flash = BACKENDS["flash"]
+        exact = attention.exact_answer if flash.unfit(newest) else flash.run
+        out, lse = reduce(_merge, [*found, exact(newest)], None)
         answer = Answer(out.to(call.q.dtype), lse)
     else:
         name = select_backend(call).backend if backend is None else backend
@@ -411,18 +389,12 @@ def serve(
 
 def _as_one(call: Call) -> bool:
     """Whether torch's fused attention takes a call on several stores, block by block as `Flash`
-    does, and not each store's own: of a long chunk, and in a sliding window, which ends within
-    one of them."""
-    many = call.q.shape[2] > 16 or call.rule.sliding_window is not None
+    does, and not each store's own: of several queries, and in a sliding window, which ends
+    within one of them."""
+    many = call.q.shape[2] > 1 or call.rule.sliding_window is not None
     if not (call.store.tiered and many and call.rule.backend in ("auto", "triton", "flash")):
         return False
     return not BACKENDS["flash"].unfit(call._replace(recent=None))
-
-
-def _exact(call: Call) -> Answer:
-    "Attention to the exact tokens of several stores, by torch's own where it can."
-    call, flash = call._replace(recent=None), BACKENDS["flash"]
-    return attention.exact_answer(call) if flash.unfit(call) else flash.run(call)
 
 
 def attend(
