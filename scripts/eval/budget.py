@@ -1,5 +1,5 @@
-"""A budget beside fixed recipes: run.py budget --out FILE [--parts perplexity answers curve peaks]
-[--seconds 120] [--model FILE] [--text FOLDER] [--gsm8k FILE] …
+"""A budget beside fixed recipes: run.py budget --out FILE [--seconds 120]
+[--parts perplexity answers curve peaks] [--model FILE] [--text FOLDER] [--gsm8k FILE] …
 
 perplexity: windows are the first tokens of a folder's texts, in alphabetical order, of those
 that are long enough. A window comes in chunks, each of which reads the tokens before it from

@@ -275,8 +275,8 @@ def _check_memory(info: ModelInfo, model, others: dict) -> None:
 
 
 def _table_bytes(layers: list) -> tuple:
-    """Bytes of what layers under a budget share: of rotations, codebooks and frequencies, and of
-    cosines and sines of a position, fp16."""
+    """Bytes of what layers under a budget share: of rotations, codebooks and frequencies, and
+    of cosines and sines of a position, fp16."""
     sides = {
         side
         for x in layers
@@ -434,10 +434,12 @@ class TurboQuantCache(Cache):
         # calibration's, else `frame_of` finds it once for the model
         frame=None,
         tokenizer=None,  # the model's, by which a frame is found; None: one on this machine
-        # bytes that it may hold, such as "8GB": tokens are exact as long as that does
+        # bytes that it may hold, such as "8GB": tokens are exact as long as that does; they
+        # move, so Python launches each step, and no graph replays it
         memory: int | str | None = None,
         tokens: int | None = None,  # of one sequence that `memory` must have room for
-        floor: str = "k2v2",  # under `memory`: the fewest bits, "k4v4", "k3v3" or "k2v2"
+        # under `memory`: the fewest bits, "k4v4", "k3v3" or "k2v2", which is "k2v2-scalar" here
+        floor: str = "k2v2",
         full: str = "error",  # at the floor: "error", or "evict", which forgets the oldest
         on_tier=None,  # (bits, tokens held), called when a first token comes to so few bits
     ):
