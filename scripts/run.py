@@ -61,7 +61,7 @@ EXPERIMENTS = {
     # --- quality
     "budget": Entry(
         "eval.budget",
-        "perplexity under a budget, and of fixed recipes that hold as many bytes",
+        "a budget: perplexity and answers beside fixed recipes; its time and bytes on a GPU",
         "--windows 1 --length 256 --prompt 128",
     ),
     "mutants": Entry(
