@@ -500,13 +500,14 @@ def plan(
     stands: list,  # a `Stand` of each layer
     n: int,  # tokens that come
 ) -> list:  # of `Stand`
-    """Where tokens stand when n more are held; nothing moves that need not, and where some
-    must, as many as make room for a 64th more. Raises ValueError where they do not fit."""
+    """Where tokens stand when n more are held; nothing moves that need not. Where some must,
+    there is room for a 64th of all tokens then, so that few steps move any. Raises ValueError
+    where they do not fit."""
     now, held = [x.grown(n) for x in stands], stands[0].ends[-1]
     end = max(x.ends[-1] for x in now)
     if self.fits([x.nbytes for x in now], end):
         return now
-    for ahead in (end // 64, 0):
+    for ahead in (max(0, end // 64 - n), 0):
         found, done = self.moved([replace(x, ahead=ahead) for x in now], end)
         if done:
             return [replace(x, ahead=0) for x in found]
