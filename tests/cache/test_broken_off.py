@@ -189,7 +189,7 @@ UPDATES = {
         lambda one: one.set_range(start=torch.tensor([0, 2])),
     ),
     "starts and ends": (partial(store, 20), partial(moved, end=15)),
-    "starts where tokens are old": (partial(tiered, 20, 8, 16, 16), moved),
+    "starts where all is exact": (partial(tiered, 20), moved),
     "ends": (partial(store, 20), ended),
     "room": (partial(store, 20), lambda one: make_room(one, 40)),
     "freed tiles": (aged, lambda one: one.evict(12)),

@@ -737,6 +737,52 @@ def test_a_store_on_another_gpu_than_the_current_one():
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_a_budget():
+    """Before the first move logits are those of transformers' own cache, bit for bit; then
+    kernels serve single tokens, drafts and long chunks of all tiers as attention to what they
+    read as, and no more is allocated than the budget allows."""
+    import transformers
+
+    from turboquant_nb.hf import TurboQuantCache
+
+    model = llama(torch.float32, layers=4)
+    model.set_attn_implementation("sdpa")
+    inputs, memory = prompts(2, 2600), 3_400_000
+    ids, mask = inputs.values()
+    mask = torch.ones_like(mask)
+    mask[1, :130] = 0
+    ends, out = [0, 1500, 1501, 1506, 1507, 2000, *range(2001, 2050), 2600], {}
+    for name, how in {
+        "dynamic": None,
+        "exact": dict(memory="1GB"),
+        "codes": dict(memory=memory, backend="triton"),
+        "read": dict(memory=memory, attention="dense"),
+    }.items():
+        cache = transformers.DynamicCache(config=model.config)
+        if how:
+            cache = TurboQuantCache(model, **how)
+        logits, most = [], 0
+        with torch.no_grad():
+            for a, b in zip(ends, ends[1:]):
+                keep = dict(attention_mask=mask[:, :b], past_key_values=cache)
+                logits.append(model(ids[:, a:b], **keep).logits)
+                if name == "codes":
+                    most = max(most, cache.report()["nbytes"])
+        out[name] = torch.cat(logits, 1)[mask.bool()]
+        if name == "codes":
+            report = cache.report()
+            assert most <= memory and set(report["coded"]) == {"kernel"}, report["coded"]
+            assert (
+                {"kernel", "chunk"}
+                <= {*report["served"]}
+                <= {"prefill", "kernel", "chunk", "dense"}
+            )
+            assert {16, 2} <= {*report["budget"]["tokens"][1]}, report["budget"]
+    assert torch.equal(out["dynamic"], out["exact"])
+    apart = lambda x, y: float((out[x] - out[y]).norm() / out[y].norm())
+    assert apart("codes", "read") < apart("codes", "exact") / 10, apart("codes", "read")
+
+
 def test_not_finite_and_out_of_memory():
     """A state that is not finite is told at the latest by `check`; memory that runs out in the
     first chunk leaves the cache empty."""

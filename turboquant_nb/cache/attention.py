@@ -428,8 +428,8 @@ def check_call(
         if x is not None and list(x.shape) != [b, h, min(x.shape[2], length), d]:
             want = f"[{b}, {h}, at most {length}, {d}]"
             raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
-    if not store.offset <= first <= length:
-        raise ValueError(f"first must be from {store.offset} to {length}, got {first}")
+    if not store.freed <= first <= length:
+        raise ValueError(f"first must be from {store.freed} to {length}, got {first}")
     if recent is not None and (k is None or k.shape[2] < q.shape[2]):
         raise ValueError(f"recent needs exact k and v of the last {q.shape[2]} tokens at least")
     for name, x in (
@@ -628,5 +628,10 @@ def exact_answer(
     if mask is None:
         positions = torch.arange(first, store.length, device=q.device)[None]
         mask = visible(store, q.shape[2], positions, rule.causal, rule.sliding_window)
-    out = dense_attention(q, *states, rule.scaling, mask, bias=bias, softcap=rule.softcap)
-    return Answer(*out)
+    cut = lambda x, a: None if x is None else x[..., a : a + 4096]
+    answers = []
+    for a in range(0, store.length - first, 4096):  # more at once would be as much as float32
+        some = (x[:, :, a : a + 4096] for x in states)
+        more = dict(mask=cut(mask, a), bias=cut(bias, a), softcap=rule.softcap)
+        answers.append(Answer(*dense_attention(q, *some, rule.scaling, **more)))
+    return joined(answers, q.dtype)

@@ -54,7 +54,8 @@ class Length:
         metavar="SIZE",
     )
     floor: str | None = option(
-        None, "With --memory: the fewest bits, k4v4, k3v3 or k2v2; default: k2v2."
+        None,
+        "With --memory: the fewest bits, k4v4, k3v3 or k2v2, of scalar codes; default: k2v2.",
     )
     prefill_chunk: int | None = option(
         None,

@@ -85,12 +85,11 @@ def _budget_of(cache) -> dict:
     "What a cache may hold, how many tokens of each layer have how many bits; empty: no budget."
     if (budget := cache.budget) is None:
         return {}
-    stands, tables = cache.stands()
-    tokens = []
+    stands, tokens = cache.stands(), []
     for x in stands:
         spans = enumerate(zip(x.ends, x.ends[1:]))
         tokens.append({budget.bits(i): b - a for i, (a, b) in spans if b > a})
-    reach, total = budget.reach(stands, tables), Counter()
+    reach, total = budget.reach(stands), Counter()
     for x in tokens:
         total.update(x)
     have = ", ".join(f"{n // len(tokens):,} at {b}" for b, n in sorted(total.items())[::-1])
@@ -165,6 +164,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from ..cache.budget import Budget, Stand, ladder
 from ..cache.clock import DeviceClock, HostClock, is_captured
 from ..cache.memory import shared_quantizer
+from ..cache.packing import TILE
 from turboquant_nb.hf.hooks import (
     Before,
     Finally,
@@ -266,8 +266,6 @@ def _check_memory(info: ModelInfo, model, others: dict) -> None:
         raise ValueError(f"memory= takes no {' and no '.join(given)}: {why}; give floor=")
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise ValueError("memory= counts the bytes of one device, and the model has several")
-    if getattr(getattr(model, "device", None), "type", "cpu") != "cpu":
-        raise ValueError("memory= has not run on a GPU yet: give a recipe there, as 'k3v3'")
     for x in info.coded:
         if x.latent is not None or x.sized_by:
             what = x.sized_by or "latents"
@@ -276,8 +274,9 @@ def _check_memory(info: ModelInfo, model, others: dict) -> None:
             )
 
 
-def _table_bytes(layers: list) -> int:
-    "Bytes of rotations and codebooks that layers under a budget share."
+def _table_bytes(layers: list) -> tuple:
+    """Bytes of what layers under a budget share: of rotations, codebooks and frequencies, and
+    of cosines and sines of a position, fp16."""
     sides = {
         side
         for x in layers
@@ -286,7 +285,8 @@ def _table_bytes(layers: list) -> int:
     }
     qs = [shared_quantizer(*side, torch.device("cpu")) for side in sides]
     found = {t.data_ptr(): t.nbytes for q in qs for t in (*q.rotation.tables, *q.code.tables)}
-    return sum(found.values()) + sum(4 * len(f) for f in {x.inv_freq or () for x in layers})
+    row = sum(4 * len(f) for f in {x.inv_freq or () for x in layers})
+    return sum(found.values()) + row, row
 
 
 def _check_chains(info: ModelInfo, recipes: list, device, backend: str) -> None:
@@ -434,10 +434,12 @@ class TurboQuantCache(Cache):
         # calibration's, else `frame_of` finds it once for the model
         frame=None,
         tokenizer=None,  # the model's, by which a frame is found; None: one on this machine
-        # bytes that it may hold, such as "8GB": tokens are exact as long as that does
+        # bytes that it may hold, such as "8GB": tokens are exact as long as that does; they
+        # move, so Python launches each step, and no graph replays it
         memory: int | str | None = None,
         tokens: int | None = None,  # of one sequence that `memory` must have room for
-        floor: str = "k2v2",  # under `memory`: the fewest bits, "k4v4", "k3v3" or "k2v2"
+        # under `memory`: the fewest bits, "k4v4", "k3v3" or "k2v2", which is "k2v2-scalar" here
+        floor: str = "k2v2",
         full: str = "error",  # at the floor: "error", or "evict", which forgets the oldest
         on_tier=None,  # (bits, tokens held), called when a first token comes to so few bits
     ):
@@ -483,7 +485,7 @@ class TurboQuantCache(Cache):
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
         if self.budget:
             self.reader.budget = self.budget
-            self.budget.tables = _table_bytes(self.coded_layers)
+            self.budget.tables, self.budget.row = _table_bytes(self.coded_layers)
             self.check_reach(getattr(own, "dtype", None) or torch.float32, tokens)
         self.padding = RowStarts(self.coded_layers)
         self.flags = Flags()
@@ -793,7 +795,7 @@ class TurboQuantCache(Cache):
         "Forget everything."
         super().reset()
         if self.budget:
-            self.budget.note(self.stands()[0])
+            self.budget.note(self.stands())
 
     def report(self) -> Report:
         """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
@@ -809,7 +811,6 @@ from fastcore.basics import patch
 from .. import checks
 from ..cache.store import crop_together, rearrange
 from .layer import MARGIN
-from ..theory.centre import GROWTH
 
 # %% ../../nbs/reference/hf_cache.ipynb #bef88f44
 @patch
@@ -867,7 +868,7 @@ def _crop_layers(self: TurboQuantCache, tokens_to_remove: int) -> None:
     if tokens_to_remove >= 0 or not _crop_drafts(self, -tokens_to_remove):
         super(TurboQuantCache, self).crop(tokens_to_remove)
     if self.budget:
-        self.budget.note(self.stands()[0])
+        self.budget.note(self.stands())
 
 
 TurboQuantCache.crop = _crop_layers
@@ -1012,21 +1013,17 @@ def stands(
     self: TurboQuantCache,
     batch: int = 1,  # rows, of a cache that holds nothing yet, or more than there are
     dtype: torch.dtype = torch.float32,  # of a cache that holds nothing yet
-) -> tuple:  # (a `Stand` of each layer, length -> bytes that layers share)
+) -> list:  # of `Stand`
     "Where the tokens of each layer stand under a budget, and what that costs."
-    out, frequencies = [], set()
+    out = []
     for x in self.coded_layers:
-        kind = batch, x.info.heads, (x.info.key_size, x.info.value_size), dtype
-        more = {"window": x.sliding_window + MARGIN if x.is_sliding else None}
+        rows, kind, ends = batch, dtype, None
         if x.is_initialized:
-            s = x.store
-            sizes = tuple(part.q.d for part in s.parts)
-            kind = max(batch, s.batch), s.heads, sizes, s.dtype
-            more |= dict(ends=s.ends, tile=s.tile)
-        out.append(Stand.of(x.tiers, *kind, **more))
-        frequencies.add(x.inv_freq or ())
-    row = sum(4 * len(x) for x in frequencies)  # cosines and sines of a position, fp16
-    return out, lambda n: -(-n // GROWTH) * GROWTH * row
+            rows, kind, ends = max(batch, x.store.batch), x.store.dtype, x.store.ends
+        window = x.sliding_window + MARGIN if x.is_sliding else None
+        sizes = x.info.key_size, x.info.value_size
+        out.append(Stand.of(x.tiers, rows, x.info.heads, sizes, kind, ends, window))
+    return out
 
 
 @patch
@@ -1036,9 +1033,9 @@ def check_reach(
     tokens: int | None,  # that there must be room for; None: a block
 ) -> None:
     "Raise ValueError for a budget that holds fewer tokens of one sequence."
-    found, tables = self.stands(1, dtype)
-    least = found[0].tile if tokens is None else checks.whole(tokens, "tokens", 1)
-    if (reach := self.budget.reach(found, tables)) < least:
+    found = self.stands(1, dtype)
+    least = TILE if tokens is None else checks.whole(tokens, "tokens", 1)
+    if (reach := self.budget.reach(found)) < least:
         what = "one block of" if tokens is None else "tokens ="
         got = f"memory={self.budget.memory:,} bytes holds {reach:,} tokens at the floor"
         raise ValueError(f"{got} {self.budget.floor!r}, fewer than {what} {least:,}: give more")
@@ -1053,16 +1050,19 @@ def make_room(
 ) -> None:
     """Move tokens to fewer bits, so that what comes fits the budget. Raises ValueError, before
     anything has moved, where it does not."""
-    found, tables = self.stands(batch, dtype)
-    plan = self.budget.plan(found, n, tables)
-    for layer, stand in zip(self.coded_layers, plan):
+    layers, budget = self.coded_layers, self.budget
+    if all(x.is_initialized and x.store.fits(n) and batch <= x.store.batch for x in layers):
+        held = layers[0].store.length
+        if budget.shared(held) == budget.shared(held + n):
+            return  # its bytes were planned before
+    plan = budget.plan(self.stands(batch, dtype), n)
+    for layer, stand in zip(layers, plan):
         layer.planned = stand.ends
         if layer.is_initialized:
             store, (first, *coded, _) = layer.store, stand.ends
-            whole = store.length // store.block * store.block
-            ends = [max(a, min(b, whole)) for a, b in zip(store.ends[1:-1], coded)]
+            ends = [max(a, min(b, store.length)) for a, b in zip(store.ends[1:-1], coded)]
             store.settle((min(first, store.length), *ends, store.length), names=layer.names)
-    self.budget.note(plan)
+    budget.note(plan)
 
 # %% ../../nbs/reference/hf_cache.ipynb #bfd4fd53
 @patch

@@ -165,7 +165,7 @@ class TurboQuantLayer(CacheLayerMixin):
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
         self.scales_pairs = recipe.key.pair_scale != "none" and not tiers
-        self.tiers, self.planned = tiers, None  # where tokens stand after the pass that comes
+        self.tiers, self.planned = tiers, ()  # where tokens stand after the pass that comes
 
     @property
     def on_codes(self) -> bool:
@@ -323,7 +323,7 @@ class TurboQuantLayer(CacheLayerMixin):
             # of others in the next one
             wait = None if first_chunk and not now.hooked else False
             if self.tiers:
-                self.store.planned, self.planned = self.planned, None
+                self.store.planned, self.planned = self.planned, ()
             how = dict(backend=self.backend, names=self.names, wait=wait, framed=True)
             coder = ops.append(self.store, key_states, value_states, **how)
         except BaseException:  # out of memory, or interrupted
@@ -358,7 +358,7 @@ class TurboQuantLayer(CacheLayerMixin):
             self.store.crop(self.held)
         else:
             self.store, self.is_initialized = None, False
-        self.starts = self.tail = self.planned = None
+        self.starts = self.tail = None
         self.mask_reason, self.patience = "", 0
 
     def get_seq_length(self) -> int | Tensor:

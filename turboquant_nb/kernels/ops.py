@@ -7,7 +7,7 @@ __all__ = ['BLOCK', 'CPU', 'BACKENDS', 'CODERS', 'fused_attention', 'Flash', 'Bl
            'select_backend', 'serve', 'attend', 'attend_again', 'KernelCoder', 'TorchCoder', 'select_coder', 'append']
 
 # %% ../../nbs/21_backends.ipynb #7b9b38e4
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from turboquant_nb.cache.attention import (
     check_call,
     in_runs,
     join,
-    joined,
     with_sinks,
 )
 from . import blocks, cpu, encode as encode_launch, launch
@@ -53,8 +52,9 @@ def _merge(a: tuple | None, b: tuple) -> tuple:
 def _read(store, first: int, last: int) -> tuple:
     """Keys (as the store holds them, see `Part.into_frame`) and values of past positions: by
     the kernel where it can, else step by step."""
-    coded = store.device.type == "cuda" and not store.tiered
-    tables = launch.store_plan(store).tables if coded else None
+    if store.tiered:
+        return store.read(first, last, by=_read)
+    tables = launch.store_plan(store).tables if store.device.type == "cuda" else None
     by_kernel = tables is not None and not blocks.refuses(store, tables)
     return (
         blocks.read_block(store, tables, first, last)
@@ -170,15 +170,18 @@ def _flash(call: Call) -> Answer:
     # from here on no position is padding; the host knows, and need not wait
     begin = max(store.ranges.starts)
     total = None
-    first = (
-        store.offset if sliding_window is None else max(store.offset, past - sliding_window + 1)
-    )
+    first = call.first
+    if sliding_window is not None:
+        first = max(first, past - sliding_window + 1)
     rows = q.reshape(b, h, g * n, d)
     # the chunk needs no bias
     plain = begin <= past and (sliding_window is None or sliding_window >= n)
     size = _block(store)
     spans = [(a, min(a + size, past)) for a in range(first, past, size)]
-    if not plain:
+    if n == 1 and store.tiered and begin <= first and store.offset <= min(first, past):
+        # one query sees all that is exact, itself too, where it lies
+        past, spans, plain = store.length, [(first, store.length)], False
+    elif not plain:
         spans += [(a, min(a + size, store.length)) for a in range(past, store.length, size)]
     for a, z in spans:
         kb, vb = (
@@ -221,7 +224,7 @@ class Flash(Backend):
             return "the blocks are read as keys and values, latents are both"
         if call.recent is not None:
             return "the blocks have one set of exact tokens, not one for each query"
-        if call.mask is not None or call.first not in (None, store.offset):
+        if call.mask is not None or (call.first or 0) > store.length - n:
             return "the blocks know ranges of positions, not masks"
         if store.end is not None:
             return "sequences have ends"
@@ -244,6 +247,8 @@ class Flash(Backend):
         return ""
 
     def run(self, call: Call) -> Answer:
+        if call.first is None:
+            call = call._replace(first=call.store.freed)
         check_call(call)
         if call.q.device.type != "cuda":
             return _flash(call)
@@ -329,10 +334,6 @@ def _choice(backend: str, among: dict, refuses, what: str) -> Choice:
 def select_backend(call: Call) -> Choice:
     """Who serves a call: what `attend` would do with it, of several stores with the oldest.
     Raises as it does."""
-    if call.store.tiered:
-        call, *coded = in_runs(call)
-        if not coded:
-            return Choice("exact", "")
     rule, store, q, k, v, *_ = call
     chunk = None if k is None else (k.shape[2], k.dtype, v.shape[3])
     grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v))
@@ -343,6 +344,9 @@ def select_backend(call: Call) -> Choice:
     if kind not in known:
         if len(known) > 64:  # chunks of many lengths
             known.clear()
+        if store.tiered:
+            known[kind] = _choice_of_runs(call)
+            return known[kind]
         refuses = lambda name: BACKENDS[name].refuses(call)
         name, why = _choice(rule.backend, BACKENDS, refuses, "this call")
         if rule.backend in ("torch", "blocks"):
@@ -355,28 +359,42 @@ def select_backend(call: Call) -> Choice:
     return known[kind]
 
 # %% ../../nbs/21_backends.ipynb #565fde38
+def _choice_of_runs(call: Call) -> Choice:
+    "Who serves a call on several stores, by name that of the oldest."
+    if _as_one(call):
+        return Choice("flash", "")
+    oldest, *newer = in_runs(call)
+    return select_backend(oldest) if newer else Choice("exact", "")
+
+
 def serve(
     call: Call,  # in the frame of its store, see `Call.into_frame`
     backend: str | None = None,  # a name in `BACKENDS`, chosen before; None: it is chosen now
 ) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
-    if call.store.tiered:
-        *older, newest = in_runs(call)
-        answers = [BACKENDS[select_backend(x).backend].run(x) for x in older]
-        answer = joined([*answers, _exact(newest)], call.q.dtype)
+    if _as_one(call):
+        answer = BACKENDS["flash"].run(call._replace(recent=None))
+    elif call.store.tiered:
+        *older, newest = in_runs(call._replace(recent=None))
+        found = [BACKENDS[select_backend(x).backend].run(x) for x in older]
+        flash = BACKENDS["flash"]
+        exact = attention.exact_answer if flash.unfit(newest) else flash.run
+        out, lse = reduce(_merge, [*found, exact(newest)], None)
+        answer = Answer(out.to(call.q.dtype), lse)
     else:
         name = select_backend(call).backend if backend is None else backend
         answer = BACKENDS[name].run(call)
     return with_sinks(*answer, call.rule.sinks)
 
 
-def _exact(call: Call) -> Answer:
-    "Attention to the exact tokens of several stores, by torch's own where it can."
-    whole = call.first is None or call.first <= call.store.offset
-    plain = whole and call.mask is None and call.bias is None
-    call = call._replace(recent=None, first=call.store.offset if plain else call.first)
-    flash = BACKENDS["flash"]
-    return attention.exact_answer(call) if flash.unfit(call) else flash.run(call)
+def _as_one(call: Call) -> bool:
+    """Whether torch's fused attention takes a call on several stores, block by block as `Flash`
+    does, and not each store's own: of several queries, and in a sliding window, which ends
+    within one of them."""
+    many = call.q.shape[2] > 1 or call.rule.sliding_window is not None
+    if not (call.store.tiered and many and call.rule.backend in ("auto", "triton", "flash")):
+        return False
+    return not BACKENDS["flash"].unfit(call._replace(recent=None))
 
 
 def attend(

