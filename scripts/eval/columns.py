@@ -263,9 +263,10 @@ def of_kivi(bits, model, protocol):
     return Candidate(name, make, block=RESIDUAL)
 
 
-def candidates(a, model, tokenizer):
-    "(name, what its cache holds, package, protocol -> Candidate), the important first."
-    ours = lambda name: lambda _protocol: as_candidate(model, name, max_length=max(a.length))
+def candidates(a, model, tokenizer, length=None):
+    """(name, what its cache holds, package, protocol -> Candidate), the important first. Ours
+    have room for `length` tokens, which is what they are said to store."""
+    ours = lambda name: lambda _protocol: as_candidate(model, name, max_length=length)
     for name in PRESETS:
         yield name, "codes", None, ours(name)
     for name in ("fp8-head", "fp8-tensor"):
@@ -373,8 +374,9 @@ def scored(a, model, tokenizer, length):
 
 def rows(a, model, tokenizer, known):
     wanted = lambda name: not a.only or name.startswith(tuple(a.only))
-    every = [x for x in candidates(a, model, tokenizer) if wanted(x[0])]
+    of_length = lambda n: [x for x in candidates(a, model, tokenizer, n) if wanted(x[0])]
     for length in a.length:
+        every = of_length(length)
         here = scored(a, model, tokenizer, length)
         about = dict(
             length=length, prompt=here.prompt, windows=len(here.ids), unit="perplexity"
@@ -399,7 +401,7 @@ def rows(a, model, tokenizer, known):
         return
     room = dict(max_length=tokens + steps + 1)
     makers = [("uncompressed", "states", lambda: DynamicCache(config=model.config))]
-    for name, holds, _, new in every:
+    for name, holds, _, new in of_length(None):
         ours = lambda name=name: TurboQuantCache(model, name, **room)
         theirs = lambda new=new: new("decode").make()
         makers.append((name, holds, ours if name in PRESETS else theirs))
