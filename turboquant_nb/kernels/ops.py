@@ -224,7 +224,8 @@ class Flash(Backend):
             return "the blocks are read as keys and values, latents are both"
         if call.recent is not None:
             return "the blocks have one set of exact tokens, not one for each query"
-        if call.mask is not None or (call.first or 0) > store.length - n:
+        late = call.first is not None and call.first > store.length - n
+        if call.mask is not None or late:
             return "the blocks know ranges of positions, not masks"
         if store.end is not None:
             return "sequences have ends"
