@@ -175,7 +175,11 @@ def have(self: TieredStore, cells: list, offset: int, length: int) -> None:
     self.changed()
 
 # %% ../../nbs/15_store.ipynb #63b0000a
-_PIECE = 16  # tiles that are coded, or lose planes, at a time
+@patch(as_prop=True)
+def piece(self: TieredStore) -> int:
+    "Tokens that are coded, or lose planes, at a time: up to 16 tiles, of four million numbers."
+    each = self.batch * self.heads * self.tile * self.key.q.d
+    return self.tile * max(1, min(16, 2**22 // each))
 
 
 @patch
@@ -199,7 +203,7 @@ def settle(
             _lose_planes(self, ends)
         if (left := length - self.length) <= 0:
             return
-        n = left if self.length >= coded[-1] else min(left, _PIECE * self.tile)
+        n = left if self.length >= coded[-1] else min(left, self.piece)
         at = self.length - self.offset
         if not self.fits(n):
             cells = self.resized(self.offset, self.length + n)
@@ -214,8 +218,8 @@ def _code(store: TieredStore, last: int, names: tuple) -> None:
     "Code exact tokens, a piece of those up to a position."
     at, tier = store.offset, len(store.recipes) - 1
     # a run that a crop has cut within a tile is filled first
-    tiles = 1 if at % store.tile else _PIECE
-    to = min((at // store.tile + tiles) * store.tile, last)
+    more = store.tile if at % store.tile else store.piece
+    to = min(at // store.tile * store.tile + more, last)
     cells = store.resized(to, store.length)
     run = store.tiers.get(tier) or store.new_run(tier, at)
     _have_room(run, to)
@@ -250,7 +254,7 @@ def _drop_plane(store: TieredStore, tier: int, last: int) -> None:
     young = store.tiers[tier]
     old = store.tiers.get(tier - 1) or store.new_run(tier - 1, young.offset)
     _have_room(old, last)
-    n, at, step = last - young.offset, young.offset - old.offset, _PIECE * young.tile
+    n, at, step = last - young.offset, young.offset - old.offset, store.piece
     sinks = young.start[:, None] + torch.arange(young.recipe.sinks, device=young.device)
     moved = (sinks >= young.offset)[:, None, :, None]
     for mine, coarse in zip(young.parts, old.parts):
