@@ -40,11 +40,6 @@ EXPERIMENTS = {
         "attention on codes against the best attention on bf16 and fp8",
         needs="GPU",
     ),
-    "beside": Entry(
-        "bench.beside",
-        "the speed table of an older package and of this one, in turns",
-        needs="GPU",
-    ),
     "generate": Entry(
         "bench.generate",
         "decode steps of a whole model, launched and replayed; memory; whole calls",
@@ -98,6 +93,7 @@ EXPERIMENTS = {
 # What is found and asked no more, by the last commit that holds the script; the commit that
 # measured is in the file of results.
 LAST = {
+    "df85fdd5": {"beside": "the speed table of an older package and of this one, in turns"},
     "93f1dbb1": {
         "generate_cpu": "tokens per second of generate() on a CPU, on codes and uncompressed"
     },

@@ -1,5 +1,5 @@
-"""How every bench takes time: kernels by Triton's `do_bench`, whole steps by CUDA events,
-Python by the clock; quantiles said once.
+"""How every bench takes time: kernels by Triton's `do_bench`, whole steps by CUDA events;
+quantiles said once.
 
 `do_bench_cudagraph` leaves the L2 cache as it is, so a replayed kernel is timed by
 `kernel_times(replayed(f))`, which empties it as for a launched one."""
@@ -86,18 +86,3 @@ def step_times(f, least=10, most=100, seconds=0.0, warm=3):
     while len(times) < least or (time.perf_counter() - began < seconds and len(times) < most):
         times.append(event_time(f))
     return quantiles(times) | {"n": len(times), "unit": "ms"}
-
-
-def host_times(f, calls, repeats, before=lambda: None):
-    """µs that Python takes for one of `calls` calls in a row, `repeats` times; the device is
-    idle when they begin."""
-    out = []
-    for _ in range(repeats):
-        before()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            f()
-        out.append((time.perf_counter() - began) / calls * 1e6)
-    return out

@@ -92,7 +92,7 @@ def test_what_a_machine_lacks_is_said(name, measured, monkeypatch):
     with pytest.raises(
         SystemExit, match=f"^{name} needs (an NVIDIA GPU|cosmic_ray, which is not)"
     ):
-        measured(name, *["--older", "x"] * (name == "beside"))
+        measured(name)
 
 
 @pytest.fixture
@@ -117,20 +117,16 @@ def without_gpu(monkeypatch):
 
 
 def test_appends_are_timed(without_gpu, monkeypatch):
-    bench, appended = without_gpu("beside"), []
-    case = bench.Append(1, 2, 16, 3, "pre_rope")
-    monkeypatch.setattr(bench, "APPENDS", [case])
+    bench, held = without_gpu("decode_kernel"), []
 
-    def clock(append, stores=(), *a, **how):
+    def clock(append, stores, first):
         append()
-        appended.append([store.length for store in stores])
+        held.extend(store.length - first for store in stores)
         return [1.0] * 30
 
     monkeypatch.setattr(bench, "append_times", clock)
-    monkeypatch.setattr(bench, "host_times", lambda append, *a: clock(append))
-    (row,) = bench.append()
-    assert row == dict(what="append", case="1 x 3, pre_rope", us=1, host_us=1)
-    assert appended == [[70 + 2 * case.tokens], []]
+    (row,) = bench.measure_appends(["k3v3"], bench.Shape(1, 2, 1, 16, 70))
+    assert row["recipe"] == "k3v3" and row["p50"] == 1 and held == [1]
 
 
 def test_attention_is_timed_by_method(without_gpu, monkeypatch):
@@ -251,8 +247,6 @@ def test_parts_are_joined(a, tmp_path):
 def test_times():
     x = torch.rand(37, dtype=torch.float64).tolist()
     assert [*timing.quantiles(x).values()] == pytest.approx(np.quantile(x, [0.2, 0.5, 0.8]))
-    calls = []
-    assert len(timing.host_times(lambda: calls.append(1), 5, 3)) == 3 and len(calls) == 15
 
 
 def test_kinds_and_shapes_of_engines():
