@@ -428,7 +428,7 @@ def check_call(
         if x is not None and list(x.shape) != [b, h, min(x.shape[2], length), d]:
             want = f"[{b}, {h}, at most {length}, {d}]"
             raise ValueError(f"{name} must have shape {want}, got {list(x.shape)}")
-    if not store.freed <= first <= length:
+    if call.first is not None and not store.freed <= first <= length:
         raise ValueError(f"first must be from {store.freed} to {length}, got {first}")
     if recent is not None and (k is None or k.shape[2] < q.shape[2]):
         raise ValueError(f"recent needs exact k and v of the last {q.shape[2]} tokens at least")

@@ -373,27 +373,27 @@ def serve(
     backend: str | None = None,  # a name in `BACKENDS`, chosen before; None: it is chosen now
 ) -> Answer:
     "Attention by the backend that `select_backend` gives, or gave."
-    if _as_one(call):
+    if not call.store.tiered:
+        name = select_backend(call).backend if backend is None else backend
+        answer = BACKENDS[name].run(call)
+    elif _as_one(call):
         answer = BACKENDS["flash"].run(call._replace(recent=None))
-    elif call.store.tiered:
+    else:
         *older, newest = in_runs(call._replace(recent=None))
         found = [BACKENDS[select_backend(x).backend].run(x) for x in older]
         flash = BACKENDS["flash"]
         exact = attention.exact_answer if flash.unfit(newest) else flash.run
         out, lse = reduce(_merge, [*found, exact(newest)], None)
         answer = Answer(out.to(call.q.dtype), lse)
-    else:
-        name = select_backend(call).backend if backend is None else backend
-        answer = BACKENDS[name].run(call)
     return with_sinks(*answer, call.rule.sinks)
 
 
 def _as_one(call: Call) -> bool:
-    """Whether torch's fused attention takes a call on several stores, block by block as `Flash`
+    """Whether torch's fused attention takes a call on a `TieredStore`, block by block as `Flash`
     does, and not each store's own: of several queries, and in a sliding window, which ends
     within one of them."""
     many = call.q.shape[2] > 1 or call.rule.sliding_window is not None
-    if not (call.store.tiered and many and call.rule.backend in ("auto", "triton", "flash")):
+    if not (many and call.rule.backend in ("auto", "triton", "flash")):
         return False
     return not BACKENDS["flash"].unfit(call._replace(recent=None))
 
