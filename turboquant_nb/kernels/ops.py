@@ -389,9 +389,9 @@ def serve(
 
 
 def _as_one(call: Call) -> bool:
-    """Whether torch's fused attention takes a call on a `TieredStore`, block by block as `Flash`
-    does, and not each store's own: of several queries, and in a sliding window, which ends
-    within one of them."""
+    """Whether torch's fused attention takes a call on a `TieredStore`, block by block as
+    `Flash` does, and not each store's own: of several queries, and in a sliding window, which
+    ends within one of them."""
     many = call.q.shape[2] > 1 or call.rule.sliding_window is not None
     if not (many and call.rule.backend in ("auto", "triton", "flash")):
         return False
