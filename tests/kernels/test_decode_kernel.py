@@ -577,12 +577,13 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
     rotation = torch.randn(*((heads,) if own else ()), d, d, device=DEVICE).mT
     out = torch.empty(batch, heads, rows, d, device=DEVICE)
     strides = rotation.stride(0) if own else 0, *rotation.stride()[-2:]
+    pair = torch.rand(1, heads, 1, d, device=DEVICE) + 0.5
     want = torch.zeros_like(out)
-    want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) @ rotation.mT
+    want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) / pair @ rotation.mT
     size = decode_launch.padded_size(d)
     few, many = (
-        (query._rotate_few_kernel, 4, 16, (size, 4, 16, False)),
-        (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32)),
+        (query._rotate_few_kernel, 4, 16, (size, 4, 16, True, False)),
+        (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32, True)),
     )
     for fn, block, columns, flags in (few, many):
         grid = -(-batch * rows // block), heads, -(-d // columns)
@@ -591,6 +592,7 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
             *q.stride()[:3],
             rotation,
             *strides,
+            pair,
             out.fill_(float("nan")),
             batch,
             heads,
@@ -918,12 +920,12 @@ WARP = [  # calls of the kernel for tensor cores, all of them of another form
     dict(center="pre_rope", group=8, tokens=600),
     dict(center="pre_rope", group=6, bits=(4, 4)),
     dict(center="pre_rope", starts=(0, 70), batch=2, splits=3, tokens=900),
-    dict(d=80, bits=(4, 4), splits=2, tokens=600),
+    dict(d=80, bits=(4, 4), splits=2, tokens=600, pair="none"),
     dict(d=96, bits=(2, 3), group=8, heads=2, center="pre_rope"),
     dict(d=112, group=7, softcap=3.0),
     dict(d=64, bits=(2, 4), batch=2, sliding=200),
     dict(d=256, group=1, center="pre_rope"),
-    dict(bits=(2, 2), codebook="trellis"),
+    dict(bits=(2, 2), codebook="trellis", pair="none"),
     dict(d=64, bits=(3, 3), group=8, codebook="trellis"),
 ]
 

@@ -81,6 +81,7 @@ class Emulated:
 def rotated(x, s, shared, rows, after=False):
     "As `decode.rotated_queries`, in PyTorch."
     plain = decode.plain_queries(x.q, s.heads, rows, 1.0)
+    plain = plain if x.key_pair is None else plain / x.key_pair
     matrix = x.key_rotation
     matrix = matrix[None].expand(s.heads, -1, -1) if matrix.ndim == 2 else matrix
     return torch.einsum("bhrd,hed->bhre", plain, matrix.float()).contiguous(), None
@@ -103,6 +104,7 @@ def error(
     recent=16,
     sinks=4,
     early=False,
+    pair="frame",
 ):
     """(largest error of the output, of the log-sum-exp, instructions) of one call. early: with
     a kernel that does not wait for the last piece that was asked for."""
@@ -111,7 +113,7 @@ def error(
     )
     book = {"codebook": codebook} if codebook else {}
     recipe = Recipe(
-        Spec(bits=bits[0], center=center, **book), Spec(bits=bits[1], **book), sinks, recent
+        Spec(bits=bits[0], center=center, pair_scale=pair, **book), Spec(bits=bits[1], **book), sinks, recent
     )
     inv = 10000.0 ** (-torch.arange(0, d, 2) / d)
     frame = random_frame(heads, d, d)
@@ -164,7 +166,7 @@ def error(
     # by the codes, in fp64
     keys, values = (t.double() for t in store.read(framed=True))
     q = call.q.double().view(batch, heads, group, d) * n["scaling"]
-    scores = q @ keys.mT
+    scores = (q if x.key_pair is None else q / x.key_pair.double()) @ keys.mT
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     at = torch.arange(tokens)

@@ -58,9 +58,9 @@ def shared_rule(
 
 # %% ../../nbs/16_attention.ipynb #cc4b375e
 class Call(NamedTuple):
-    """Queries on a store, by a rule. Where keys have a pair scale, queries and keys are those
-    that `into_frame` gives: what serves a call need not know of it. By a latent rule d_key is
-    the sum of both sides' sizes, and d_value that of the keys."""
+    """Queries on a store, by a rule. Where keys have a pair scale, those of a call are times
+    it, see `into_frame`, and what serves the call divides queries by it. By a latent rule d_key
+    is the sum of both sides' sizes, and d_value that of the keys."""
 
     rule: Rule
     store: KVStore
@@ -94,7 +94,7 @@ class Call(NamedTuple):
         return cls(rule, store, q, k, v, mask, first, recent, bias=bias)
 
     def into_frame(self) -> "Call":
-        """Of queries and keys as the model has them, the same as the store holds keys. Raises
+        """Of keys as the model has them, the same with keys as the store holds them. Raises
         ValueError for latents in a frame."""
         key = self.store.key
         if self.rule.latent and key.frame.mean is not None:
@@ -103,8 +103,7 @@ class Call(NamedTuple):
             return self
         if self.rule.latent:
             raise ValueError("latents are values too, so their keys can have no pair scale")
-        k = None if self.k is None else key.into_frame(self.k)
-        return self._replace(q=key.query(self.q), k=k)
+        return self if self.k is None else self._replace(k=key.into_frame(self.k))
 
 
 class Answer(NamedTuple):
@@ -210,6 +209,8 @@ def group_queries(
     b, heads, n, d = call.q.shape
     scaling = d**-0.5 if call.rule.scaling is None else call.rule.scaling
     plain = call.q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
+    if store.key.frame.pair is not None:
+        plain = plain / store.key.frame.pair
     parts = [getattr(store, side) for side in call.rule.key_sides]
     rotary = 0 if store.rope_table is None else store.rope_table.shape[1]
     pieces = plain.split([part.q.d for part in parts], -1)
@@ -489,8 +490,7 @@ def in_runs(call: Call) -> list:
         cut = lambda x: None if x is None else x[..., begin - first : run.length - first]
         own = call._replace(store=run, first=begin, mask=cut(mask), bias=cut(bias), lse=True)
         if not newest:
-            rows = run.key.query(q)
-            own = own._replace(rule=_unordered(rule), q=rows, k=None, v=None, recent=None)
+            own = own._replace(rule=_unordered(rule), k=None, v=None, recent=None)
             if past < run.length:
                 behind = torch.arange(begin, run.length, device=store.device) >= past
                 own = own._replace(mask=own.mask & ~behind)

@@ -370,19 +370,12 @@ def shared_quantizer(
         return make_quantizer(spec, d, device)
 
 
-def _fits(x: Tensor, pair: Tensor, grouped: bool = False) -> bool:
-    """Whether states, or queries of one or more heads for each KV head, are such that a pair
-    scale is of."""
-    if not isinstance(x, Tensor) or x.ndim != 4 or x.device != pair.device:
-        return False
-    heads = x.shape[1] % pair.shape[1] if grouped else x.shape[1] - pair.shape[1]
-    return not heads and x.shape[3] == pair.shape[3]
-
-
 def scaled_keys(x: Tensor, pair: Tensor | None) -> Tensor:
     """Keys [B, H, n, d] times a pair scale [1, H, 1, d], rounded to their dtype. What has
     another shape is left for others to refuse."""
-    return x if pair is None or not _fits(x, pair) else (x * pair).to(x.dtype)
+    if pair is None or not isinstance(x, Tensor) or x.ndim != 4 or x.device != pair.device:
+        return x
+    return (x * pair).to(x.dtype) if x.shape[1::2] == pair.shape[1::2] else x
 
 
 def placed(device: torch.device | str) -> torch.device:
@@ -521,16 +514,6 @@ class Part:
         "Held states as the model knows them: the inverse of `into_frame` but for rounding."
         pair = self.frame.pair
         return x if pair is None else (x / pair).to(x.dtype)
-
-    def query(self, q: Tensor) -> Tensor:
-        """Queries [B, Hq, n, d] that read held keys: divided by the pair scale of their KV
-        head, where there is one."""
-        pair = self.frame.pair
-        if pair is None or not _fits(q, pair, grouped=True):
-            return q
-        heads, groups = pair.shape[1], q.shape[1] // pair.shape[1]
-        rows = q.reshape(len(q), heads, groups * q.shape[2], q.shape[3])
-        return (rows / pair).to(q.dtype).view(q.shape)
 
     def center(
         self,

@@ -378,8 +378,6 @@ def _call_on(layer, call: AttentionCall) -> Call:
     "What a layer's store is asked. Raises ValueError for a bias in a captured step."
     k, v = call.key.chunk, call.value.chunk
     query, mask, bias = call.query, call.mask, call.bias
-    if layer.scales_pairs:
-        query = layer.store.key.query(query)
     recent = first = None
     if mask is None and layer.serves_steps(k.shape[2]):
         k, v = call.key.near, call.value.near

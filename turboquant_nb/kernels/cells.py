@@ -60,10 +60,18 @@ class CellPlan(CellCodes):
         # what the append takes for the centre: one that turns as it is, any other rotated
         self.subtracted = self.rotations[0].parts
         self.angles = None  # `AngleTables` of a centre that turns
+        # what queries are multiplied by, behind a pair scale that they are divided by, where
+        # the transform of keys is both: kernels need no matrix of each head then
+        factors = getattr(key.rotation, "factors", None)
+        self.query_rotation, pair = factors or (key.rotation, None)
+        self.pair = None if pair is None else pair[None, :, None]
+        self.coded_center = None  # as keys are coded, [1, H, 1, d_key]
         if center is not None:
             self.subtracted = self.center = center.to(self.device, torch.float32).contiguous()
+            held = self.center[None, :, None]
+            self.coded_center = held if self.pair is None else held * self.pair
             if cos_sin is None:
-                self.subtracted = rotated_mean(self.center[None, :, None], self.rotations[0])
+                self.subtracted = rotated_mean(held, self.rotations[0])
             elif not len(cos_sin.table):
                 raise ValueError("cos_sin must reach as far as positions will, it is empty")
             else:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBER_SLOTS', 'plane_places', 'load_bytes', 'code_of_bytes', 'read_levels', 'soft_cap', 'query_places',
-           'portable_kernel', 'attend_exactly', 'add_splits', 'log_sum', 'key_products', 'combine_kernel',
+           'portable_kernel', 'attend_exactly', 'add_splits', 'log_sum', 'load_pair', 'key_products', 'combine_kernel',
            'DecodeOperands', 'Cut', 'Paging', 'DecodeSizes', 'pack_lut', 'selector_bits', 'chain_of', 'WindowChain',
            'window_chain', 'CodeTables', 'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers',
            'padded_size', 'rotate', 'shared_arguments', 'cell_arguments', 'SplitRule', 'Parts', 'exact_arguments',
@@ -474,6 +474,12 @@ def log_sum(top, whole):
 
 
 @triton.jit
+def load_pair(at, there):
+    "A pair scale in fp32, 1 where there is none."
+    return tl.load(at, mask=there, other=1.0).to(tl.float32)
+
+
+@triton.jit
 def key_products(q, k):
     "Products of queries [R, DP] with keys [T, DP]."
     return tl.sum(q[:, None, :] * k[None, :, :], 2)
@@ -686,6 +692,7 @@ def combine_kernel(
     sb,
     sh,
     sn,
+    PAIR,
     SK,
     WK,
     CK,
@@ -728,6 +735,7 @@ def combine_kernel(
     HAS_START: tl.constexpr,
     HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
+    HAS_PAIR: tl.constexpr,
     SLIDING: tl.constexpr,
     CAPPED: tl.constexpr,
     FAST: tl.constexpr,
@@ -765,6 +773,8 @@ def combine_kernel(
             tl.load(here + d, mask=rows.ok[:, None] & (d < D), other=0.0).to(tl.float32)
             * scaling
         )
+        if HAS_PAIR:
+            q = q / load_pair(PAIR + rows.h * D + d, d < D)
         tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
         keys, values = (CK, ckb, ckh, ckn), (CV, cvb, cvh, cvn)
         if BLOCKS:
@@ -820,7 +830,10 @@ class DecodeOperands(NamedTuple):
     levels: Tensor  # [2, 16] fp32
     key_rotation: Tensor  # [d, d] or [H, d, d] fp32: what queries are multiplied by
     value_rotation: Tensor  # [d_value, d_value] fp32
-    key_mean: Tensor | None  # [1, H, 1, d]
+    key_mean: Tensor | None  # [1, H, 1, d] of keys as they are coded
+    # [1, H, 1, d] bf16: queries are divided by it, those at exact tokens too, unless an engine
+    # holds them
+    key_pair: Tensor | None
     key_sinks: Tensor | None  # [B, H, sinks, d] exact; None: an engine has them in blocks
     key_recent: Tensor | None  # [B, H, recent, d], a ring
     value_sinks: Tensor | None
@@ -1096,6 +1109,7 @@ def store_operands(
         key_rotation=key.rotation.query_matrix,
         value_rotation=value.rotation.matrix,
         key_mean=store.key.frame.mean,
+        key_pair=store.key.frame.pair,
         key_sinks=store.key.exact.sinks,
         key_recent=store.key.exact.recent,
         value_sinks=store.value.exact.sinks,
@@ -1162,23 +1176,30 @@ def rotate(
 
 @lru_cache(maxsize=256)
 def _shared_constants(
-    d: int, dv: int, start: bool, end: bool, length: bool, sliding: bool, capped: bool
+    d: int,
+    dv: int,
+    start: bool,
+    end: bool,
+    length: bool,
+    pair: bool,
+    sliding: bool,
+    capped: bool,
 ) -> dict:
-    flags = dict(
-        HAS_START=start, HAS_END=end, HAS_LENGTH=length, SLIDING=sliding, CAPPED=capped
-    )
+    flags = dict(HAS_START=start, HAS_END=end, HAS_LENGTH=length, HAS_PAIR=pair)
+    flags |= dict(SLIDING=sliding, CAPPED=capped)
     return dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv)) | flags
 
 
 def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "Arguments that kernels have in common, by their names."
-    start, end, position = x.start, x.end, x.position
+    start, end, position, pair = x.start, x.end, x.position, x.key_pair
     absent = x.packed_lut  # stands where a tensor is missing
     sb, sh, sn, *_ = x.q.stride()
     flags = (
         start is not None,
         end is not None,
         position is not None,
+        pair is not None,
         x.sliding_window is not None,
         x.softcap is not None,
     )
@@ -1187,6 +1208,7 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
         sb=sb,
         sh=sh,
         sn=sn,
+        PAIR=absent if pair is None else pair,
         START=absent if start is None else start,
         END=absent if end is None else end,
         LENGTH=absent if position is None else position,
@@ -1335,7 +1357,7 @@ def _combine_paged(x, s, shared, cut: Cut, fast: bool, pdl: bool, paging: Paging
     blocks, table = (out[:, :, None], paging.table)  # any tensors
     if recent is not None:
         blocks, table = recent.cache, recent.table
-    named = shared | dict.fromkeys("SK WK SV WV".split())
+    named = shared | dict.fromkeys("SK WK SV WV".split()) | dict(HAS_PAIR=False)
     named |= dict(CK=k, **strides(k, "ckb", "ckh", "ckn"))
     named |= dict(CV=v, **strides(v, "cvb", "cvh", "cvn"))
     named |= dict(NEAR=blocks, NEAR_TABLE=table, **strides(blocks, "nb", "nh", "nt"))
@@ -1468,6 +1490,7 @@ def portable_attention(
         cut = paging.cut(x, s, Q, 2 if is_interpreted() else 256, s.tile)
         parts, table = cut.parts, paging.arguments(cut)
     plain = plain_queries(q, s.heads, rows, x.scaling)
+    plain = plain if x.key_pair is None else plain / x.key_pair
     centred = x.key_mean is not None and bias is None  # every score of a row gets the same
     shift = rotate(plain, x.key_mean.float().mT) if centred else plain[..., 0] * 0
     named = (
@@ -1507,13 +1530,16 @@ from .encode import Launch
 
 # %% ../../nbs/19_decode.ipynb #b629b1cf
 @triton.jit
-def _coefficients(q, m, e, seen, H2: tl.constexpr):
-    """a and b of the channel pairs e: [rows, pairs] fp32 from pointers to rows of queries and
-    means."""
+def _coefficients(q, m, pair, e, seen, H2: tl.constexpr, HAS_PAIR: tl.constexpr):
+    """a and b of the channel pairs e: [rows, pairs] fp32 from pointers to rows of queries,
+    means and pair scales, which both channels of a pair share."""
     q1 = tl.load(q[:, None] + e[None, :], mask=seen, other=0.0).to(tl.float32)
     q2 = tl.load(q[:, None] + e[None, :] + H2, mask=seen, other=0.0).to(tl.float32)
     m1 = tl.load(m[:, None] + e[None, :], mask=seen, other=0.0).to(tl.float32)
     m2 = tl.load(m[:, None] + e[None, :] + H2, mask=seen, other=0.0).to(tl.float32)
+    if HAS_PAIR:
+        scale = load_pair(pair[:, None] + e[None, :], seen)
+        m1, m2 = m1 / scale, m2 / scale
     return q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
 
 
@@ -1531,6 +1557,7 @@ def _mean_bias_kernel(
     sh,
     sn,
     M,
+    PAIR,
     COS_SIN,
     START,
     LENGTH,
@@ -1554,6 +1581,7 @@ def _mean_bias_kernel(
     BT: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
+    HAS_PAIR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BIAS[i, t] for ROWS query rows of a sequence and BT tokens: factor times the query's
@@ -1574,9 +1602,10 @@ def _mean_bias_kernel(
         h, j = i // rows, i % rows
         ok = (h < heads) & (j < group * n)
         q = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
-        m = M + h.to(tl.int64) * D
+        m, pair = M + h.to(tl.int64) * D, PAIR + h.to(tl.int64) * D
         e = tl.arange(0, HP)
-        x, y = _coefficients(q, m, e, ok[:, None] & (e < ROTATING)[None, :], H2)
+        there = ok[:, None] & (e < ROTATING)[None, :]
+        x, y = _coefficients(q, m, pair, e, there, H2, HAS_PAIR)
         top = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
         top = tl.where(top > 0, top, 1.0)
         x0, x1 = _halves(x / top[:, None])
@@ -1596,6 +1625,8 @@ def _mean_bias_kernel(
             seen = ok[:, None] & (d < D)[None, :]
             still = tl.load(q[:, None] + d[None, :], mask=seen, other=0.0).to(tl.float32)
             still *= tl.load(m[:, None] + d[None, :], mask=seen, other=0.0).to(tl.float32)
+            if HAS_PAIR:
+                still /= load_pair(pair[:, None] + d[None, :], seen)
             out += (tl.sum(still, 1) * factor)[:, None]
         place = (b * heads * rows + i).to(tl.int64)[:, None] * bias_stride + slot[None, :]
         tl.store(BIAS + place, out, mask=(h < heads)[:, None] & (slot < bias_stride)[None, :])
@@ -1791,6 +1822,7 @@ def _rotate_few_kernel(
     th,
     tc,
     te,
+    PAIR,
     OUT,
     batch,
     heads,
@@ -1801,15 +1833,18 @@ def _rotate_few_kernel(
     DP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    HAS_PAIR: tl.constexpr,
     AFTER: tl.constexpr,
 ):
-    """OUT[b, h, j, c] = sum of QUERY[b, h, j, e] ROTATION[h, c, e] for ROWS rows of one head
-    and COLS channels c; 0 in rows that only pad."""
+    """OUT[b, h, j, c] = sum of QUERY[b, h, j, e] / PAIR[h, e] ROTATION[h, c, e] for ROWS rows
+    of one head and COLS channels c; 0 in rows that only pad."""
     h = tl.program_id(1)
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, DP)
     at = ROTATION + h.to(tl.int64) * th + c[:, None] * tc + e[None, :] * te
     matrix = tl.load(at, mask=(c < D)[:, None] & (e < D)[None, :], other=0.0)
+    if HAS_PAIR:
+        matrix = matrix / load_pair(PAIR + h * D + e, e < D)[None, :]
     for first in tl.static_range(0, ROWS, 4):
         r = tl.program_id(0) * ROWS + first + tl.arange(0, 4)
         b, j = (r // rows).to(tl.int64), r % rows
@@ -1833,6 +1868,7 @@ def _rotate_many_kernel(
     th,
     tc,
     te,
+    PAIR,
     OUT,
     batch,
     heads,
@@ -1843,6 +1879,7 @@ def _rotate_many_kernel(
     SLICE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    HAS_PAIR: tl.constexpr,
 ):
     "Query rows times the matrix of their head, many at a time, on tensor cores."
     h = tl.program_id(1)
@@ -1859,6 +1896,8 @@ def _rotate_many_kernel(
         m = tl.load(
             matrix + e[:, None] * te, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0
         )
+        if HAS_PAIR:
+            m = m / load_pair(PAIR + h * D + e, e < D)[:, None]
         out = tl.dot(q.to(tl.float32), m, out, input_precision="tf32x3")
     place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
     tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
@@ -1875,7 +1914,7 @@ def rotated_queries(
     rows: int,  # query rows of a KV head, padded
     after: bool = False,  # does a kernel before let this one start early?
 ) -> tuple[Tensor, Launch]:  # [B, H, rows, d] fp32, 0 in rows that only pad
-    "Queries times `key_rotation`, of their head where each has its own."
+    "Queries over `key_pair` times `key_rotation`, of their head where each has its own."
     matrix, d = x.key_rotation, s.d
     out = torch.empty(s.batch, s.heads, rows, d, dtype=torch.float32, device=x.q.device)
     few = s.batch * s.heads * rows <= 512

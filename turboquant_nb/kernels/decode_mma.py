@@ -588,6 +588,7 @@ class _How(NamedTuple):
 
     HAS_START: bool
     HAS_END: bool
+    HAS_PAIR: bool
     PAGED: bool  # in an engine's blocks?
     LISTED: bool  # by a list of work?
     FAST_K: bool  # are queries rotated here?
@@ -633,13 +634,14 @@ def _channel_of(d, G: gl.constexpr):
 
 
 @gluon.jit
-def _query_inputs(QUERY, ROTATED, R, MU, rows, part, HOW: gl.constexpr, G: gl.constexpr):
+def _query_inputs(QUERY, ROTATED, R, MU, PAIR, rows, part, HOW: gl.constexpr, G: gl.constexpr):
     """What `_queries` needs, loaded before the first codes are asked for, behind which it would
-    wait: queries, rotated ones, the first row of the rotation, the mean of their head."""
+    wait: queries, rotated ones, the first row of the rotation, the mean and the pair scale of
+    their head."""
     row_at, ok = rows
     D: gl.constexpr = G.D
     d = gl.arange(0, 2 * G.HK, layout=gl.SliceLayout(1, G.LQA))
-    x, y, r, mu = 0, 0, 0, 0
+    x, y, r, mu, pair = 0, 0, 0, 0, 0
     if HOW.FAST_K or HOW.MEAN_K:
         there = (d[:, None] < D) & ok[None, :]
         x = gl.load(QUERY + row_at[None, :] + d[:, None], mask=there, other=0.0)
@@ -653,14 +655,16 @@ def _query_inputs(QUERY, ROTATED, R, MU, rows, part, HOW: gl.constexpr, G: gl.co
         y = gl.load(here, mask=real[:, None] & (j >= 0)[None, :], other=0.0)
     if HOW.MEAN_K:
         mu = gl.load(MU + part.h.to(gl.int64) * D + d, mask=d < D, other=0.0)
-    return x, y, r, mu
+    if HOW.HAS_PAIR:
+        pair = gl.load(PAIR + part.h.to(gl.int64) * D + d, mask=d < D, other=1.0)
+    return x, y, r, mu, pair
 
 # %% ../../nbs/20_tensor_cores.ipynb #58d9e085
 @gluon.jit
 def _queries(inputs, scaling, step, HOW: gl.constexpr, G: gl.constexpr):
     """Rotated queries as int8 hi + lo/256, lower and upper half of the channels, [HK, 2Q];
     their steps; their products with the mean."""
-    x, y, r, mu = inputs
+    x, y, r, mu, pair = inputs
     D: gl.constexpr = G.D
     HK: gl.constexpr = G.HK
     Q: gl.constexpr = G.Q
@@ -669,9 +673,14 @@ def _queries(inputs, scaling, step, HOW: gl.constexpr, G: gl.constexpr):
     if HOW.FAST_K or HOW.MEAN_K:
         x = x.to(gl.float32) * scaling
     if HOW.MEAN_K:
-        shift = gl.sum(x * mu.to(gl.float32)[:, None], 0)
+        mu = mu.to(gl.float32)
+        if HOW.HAS_PAIR:
+            mu = mu / pair.to(gl.float32)
+        shift = gl.sum(x * mu[:, None], 0)
     if HOW.FAST_K:
         # first row of the rotation: the signs over the root of d
+        if HOW.HAS_PAIR:
+            r = r / pair.to(gl.float32)
         y = _low_stages(x * r[:, None], D, Q)
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
     else:
@@ -906,10 +915,24 @@ def _pair_at(place, G: gl.constexpr):
 
 
 @gluon.jit
-def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.constexpr):
+def _mean_inputs(
+    QUERY,
+    M,
+    PAIR,
+    FAR,
+    sb,
+    sh,
+    sn,
+    part,
+    n,
+    group,
+    begin_at,
+    HAS_PAIR: gl.constexpr,
+    G: gl.constexpr,
+):
     """What `_mean_coefficients` needs, loaded before anything waits: channel pairs of Q query
-    rows and of the mean of their head, and the angles of where its tiles begin; [HP, Q] and
-    [HP, 1]."""
+    rows, of the mean of their head and of its pair scale, which both channels share, and the
+    angles of where its tiles begin; [HP, Q] and [HP, 1]."""
     L: gl.constexpr = G.LMEAN
     place = gl.arange(0, G.HP, layout=gl.SliceLayout(1, L))
     e = _pair_at(place, G)
@@ -928,6 +951,10 @@ def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.cons
     q2 = gl.load(at + G.H2, mask=ok, other=0.0)
     m1 = gl.load(m, mask=e < G.H2, other=0.0)
     m2 = gl.load(m + G.H2, mask=e < G.H2, other=0.0)
+    pair = gl.full([G.HP], 1.0, gl.float32, layout=gl.SliceLayout(1, L))
+    scales = PAIR + h.to(gl.int64) * G.D
+    if HAS_PAIR:
+        pair = gl.load(scales + e, mask=e < G.H2, other=1.0)
     row = FAR + (begin_at & 255) * (2 * G.HP) + place
     cos, sin = gl.load(row), gl.load(row + G.HP)
     still = gl.zeros([G.Q], gl.float32, layout=gl.SliceLayout(0, L))
@@ -937,8 +964,11 @@ def _mean_inputs(QUERY, M, FAR, sb, sh, sn, part, n, group, begin_at, G: gl.cons
             seen = (rest < G.D)[:, None] & (j < group * n)[None, :]
             x = gl.load(q[None, :] + rest[:, None], mask=seen, other=0.0).to(gl.float32)
             y = gl.load(M + h.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0)
-            still += gl.sum(x * y.to(gl.float32)[:, None], 0)
-    return q1, q2, m1, m2, cos, sin, still
+            y = y.to(gl.float32)
+            if HAS_PAIR:
+                y = y / gl.load(scales + rest, mask=rest < G.D, other=1.0).to(gl.float32)
+            still += gl.sum(x * y[:, None], 0)
+    return q1, q2, m1, m2, pair, cos, sin, still
 
 # %% ../../nbs/20_tensor_cores.ipynb #a6c2a7a1
 # two numbers up to 32767 as int16 in a word, and back
@@ -969,9 +999,10 @@ def _mean_coefficients(room, inputs, factor, G: gl.constexpr):
     """Coefficients at 127.5 tokens after the position of the angles modulo 256, of cosines, of
     sines and of cosines negated, in the room given, of 8 rows in words; of what they are
     multiples; and the product of channels that RoPE leaves alone."""
-    q1, q2, m1, m2, cos, sin, still = inputs
+    q1, q2, m1, m2, pair, cos, sin, still = inputs
     q1, q2 = q1.to(gl.float32), q2.to(gl.float32)
-    m1, m2 = m1.to(gl.float32)[:, None], m2.to(gl.float32)[:, None]
+    pair = pair.to(gl.float32)
+    m1, m2 = (m1.to(gl.float32) / pair)[:, None], (m2.to(gl.float32) / pair)[:, None]
     cos, sin = cos[:, None], sin[:, None]
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
     a, o = x * cos + y * sin, y * cos - x * sin
@@ -1696,6 +1727,7 @@ def fragments_kernel(
     RK_,
     RV_,
     MK,
+    PAIR,
     KCELLS,
     KSCALES,
     kcb,
@@ -1743,6 +1775,7 @@ def fragments_kernel(
     HAS_START: gl.constexpr,
     HAS_END: gl.constexpr,
     HAS_LENGTH: gl.constexpr,
+    HAS_PAIR: gl.constexpr,
     PAGED: gl.constexpr,
     LISTED: gl.constexpr,
     FAST_K: gl.constexpr,
@@ -1760,7 +1793,18 @@ def fragments_kernel(
     """Q query rows of one KV head over one split of the coded tokens, by one warp: output and
     log2-sum-exp2."""
     HOW: gl.constexpr = _How(
-        HAS_START, HAS_END, PAGED, LISTED, FAST_K, MEAN_K, BIASED, FUSED, SLIDING, CAPPED, PDL
+        HAS_START,
+        HAS_END,
+        HAS_PAIR,
+        PAGED,
+        LISTED,
+        FAST_K,
+        MEAN_K,
+        BIASED,
+        FUSED,
+        SLIDING,
+        CAPPED,
+        PDL,
     )
     part = _part(WORK, requests, heads, blocks, splits, early, HOW, G)
     length = _length(LENGTH, each_length, length, n, part, HAS_LENGTH, HOW)
@@ -1780,10 +1824,12 @@ def fragments_kernel(
     room, first = _mean_room(START, part, offset, HOW, G)
     inputs = 0
     if FUSED:
-        inputs = _mean_inputs(QUERY, MK, FAR, sb, sh, sn, part, n, group, first, G)
+        inputs = _mean_inputs(
+            QUERY, MK, PAIR, FAR, sb, sh, sn, part, n, group, first, HAS_PAIR, G
+        )
     given = 0
     if G.HK <= 128:  # of more channels they would fill all registers
-        given = _query_inputs(QUERY, ROTATED, RK_, MK, rows, part, HOW, G)
+        given = _query_inputs(QUERY, ROTATED, RK_, MK, PAIR, rows, part, HOW, G)
     for i in range(G.NK):
         _copy_k(memory.key_rings, i, i, key.planes, pages, begin, begin < end, PAGED, G)
     words_k, words_v = _words(TABLE), _words(TABLE + 4)
@@ -1792,7 +1838,7 @@ def fragments_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if G.HK > 128:
-        given = _query_inputs(QUERY, ROTATED, RK_, MK, rows, part, HOW, G)
+        given = _query_inputs(QUERY, ROTATED, RK_, MK, PAIR, rows, part, HOW, G)
     found = _queries(given, scaling, k_step, HOW, G)
     # here, so that these loads wait together with those of the query
     codes = key, value, pages, _in_registers(words_k), _in_registers(words_v)

@@ -251,6 +251,9 @@ class Flash(Backend):
         if call.first is None:
             call = call._replace(first=call.store.freed)
         check_call(call)
+        if (pair := call.store.key.frame.pair) is not None:
+            rows = call.q.unflatten(1, (call.store.heads, -1)) / pair[:, :, None]
+            call = call._replace(q=rows.to(call.q.dtype).flatten(1, 2))
         if call.q.device.type != "cuda":
             return _flash(call)
         with torch.cuda.device(call.q.device):  # where kernels are launched

@@ -10,7 +10,7 @@ __all__ = ['PAIR_RANGE', 'attention_weights', 'sensitivity', 'Moments', 'best_me
 # %% ../../nbs/08_transforms.ipynb #fd4a5bee
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from fastcore.basics import patch
@@ -239,6 +239,8 @@ class HeadTransform(Transform):
     name: str  # "map-" and 16 hexadecimal digits
     matrix: Tensor  # [H, d, d] bf16, W
     inverse_matrix: Tensor  # [H, d, d] fp32
+    # (`Rotation`, scales [H, d] fp32 of what it rotates), if it is known to be their product
+    factors: tuple | None = None
 
     per_head = True
     prefix = "map-"  # of names, in recipes and files
@@ -277,7 +279,8 @@ class HeadTransform(Transform):
         if self.matrix.device == torch.device(device):
             return self
         moved = (x.to(device) for x in (self.matrix, self.inverse_matrix))
-        return HeadTransform(self.name, *moved)
+        factors = self.factors and tuple(x.to(device) for x in self.factors)
+        return HeadTransform(self.name, *moved, factors)
 
     @classmethod
     def refuses(cls, use: str) -> str:
@@ -395,5 +398,11 @@ def pair_transform(
 ) -> HeadTransform:
     """Scales of pairs and the rotation behind them as one matrix for each head, registered. It
     commutes with RoPE, so it does not depend on positions."""
-    matrix = make_rotation(rotation, pair.shape[1], seed).matrix.double()
-    return register_transform(HeadTransform.of(matrix * pair.double().cpu()[:, None]))
+    first = make_rotation(rotation, pair.shape[1], seed)
+    matrix = first.matrix.double()
+    found = HeadTransform.of(matrix * pair.double().cpu()[:, None])
+    # rounded, the entries of a channel are alike where those of the rotation are
+    scales = (found.matrix.double() * matrix).sum(1)
+    if torch.allclose(found.matrix.double(), matrix * scales[:, None], rtol=1e-6, atol=0.0):
+        found = replace(found, factors=(first, scales.float()))
+    return register_transform(found)
