@@ -77,6 +77,7 @@ def fragments(
     centred=False,
     codebook=None,
     regs=None,
+    pair=False,
 ):
     fast = c.d_key == c.d_value and c.d_key in (64, 128, 256)
     sizes = (c.d_key, c.key_bits), (c.d_value, c.value_bits)
@@ -85,6 +86,7 @@ def fragments(
     flags = "HAS_START HAS_END BIASED FUSED".split()
     constants = dict.fromkeys(flags, False) | dict(
         HAS_LENGTH=True,
+        HAS_PAIR=pair,
         PAGED=True,
         FAST_K=fast and fast_k,
         FAST=fast,
@@ -96,7 +98,7 @@ def fragments(
         G=form,
         **both_places(c),
     )
-    types = TYPES | dict(MK="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32")
+    types = TYPES | dict(MK="*fp32", PAIR="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32")
     types |= dict(START="*i32", END="*i32", each_length="constexpr", bias_stride="i32")
     constants |= dict(each_length=1)
     fn = decode_mma.fragments_kernel
@@ -161,6 +163,7 @@ def join(
         EB=max(1, 16 // together),
         N=16 if recent else 0,
         HAS_LENGTH=True,
+        HAS_PAIR=False,
         FAST=not rotated,
         SLIDING=sliding,
         CAPPED=capped,

@@ -32,6 +32,7 @@ TYPES = dict(
     RK_="*fp32",
     RV_="*fp32",
     MK="*bf16",
+    PAIR="*bf16",
     TABLE="*i32",
     START="*i64",
     END="*i64",
@@ -112,9 +113,10 @@ def build(
     per_head=False,
     fused=0,
     codebook=None,
+    pair=True,
 ):
     """The decode kernel as `mma_attention` asks for it; fused: channels that a pre-RoPE mean
-    rotates; codebook: of a trellis code."""
+    rotates; codebook: of a trellis code; pair: whether keys have a pair scale."""
     chains = chains_of(codebook, d, bits) if codebook else [(), ()]
     sides = [decode_mma.FormSide(d, b, chain) for b, chain in zip(bits, chains)]
     form = decode_mma.decode_form(*sides, rows, page, fused)
@@ -122,6 +124,7 @@ def build(
         HAS_START=False,
         HAS_END=False,
         HAS_LENGTH=length,
+        HAS_PAIR=pair and not paged,
         PAGED=paged,
         LISTED=False,
         FAST_K=not per_head and d in (64, 128, 256),
@@ -159,6 +162,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         HAS_START=False,
         HAS_END=False,
         HAS_LENGTH=False,
+        HAS_PAIR=True,
         SLIDING=False,
         CAPPED=False,
         FAST=fast,
@@ -213,6 +217,7 @@ def pre_rope(capability=90, d=128, rotary=None, rotating=None):
         BT=128 if pairs <= 64 else 64 if pairs <= 128 else 32,
         HAS_START=True,
         HAS_LENGTH=False,
+        HAS_PAIR=True,
         PDL=capability >= 90,
     )
     return compiled(query._mean_bias_kernel, constants, capability, num_warps=4)
@@ -222,17 +227,14 @@ def transform(capability=90, d=128, rows=4):
     """The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows
     of a program, tensor cores for more."""
     types = TYPES | dict(ROTATION="*fp32", OUT="*fp32")
-    few, options = rows == 4, dict(num_warps=4)
+    few, options, constants = rows == 4, dict(num_warps=4), dict(D=d, ROWS=rows, HAS_PAIR=True)
     if few:
-        fn, constants = (
-            query._rotate_few_kernel,
-            dict(
-                D=d, DP=decode_launch.padded_size(d), ROWS=rows, COLS=16, AFTER=capability >= 90
-            ),
-        )
+        fn = query._rotate_few_kernel
+        constants |= dict(DP=decode_launch.padded_size(d), COLS=16, AFTER=capability >= 90)
         options |= {"launch_pdl": True} if capability >= 90 else {}
     else:
-        fn, constants = query._rotate_many_kernel, dict(D=d, SLICE=32, ROWS=rows, COLS=32)
+        fn = query._rotate_many_kernel
+        constants |= dict(SLICE=32, COLS=32)
         options |= {"num_stages": 1}
     built = compiled(fn, constants, capability, types, **options)
     assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly

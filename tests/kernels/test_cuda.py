@@ -697,6 +697,7 @@ def test_slots_of_a_ring_are_each_streams_own():
     here = ring_slots(3, 5, 4, torch.device("cuda", 0))
     with torch.cuda.stream(torch.cuda.Stream(0)):
         there = ring_slots(3, 5, 4, torch.device("cuda", 0))
+    torch.cuda.synchronize()  # else this stream would read before that one has written
     assert here is ring_slots(3, 5, 4, torch.device("cuda", 0)) and here is not there
     assert here.tolist() == there.tolist() == [3, 0, 1, 2, 3]
 

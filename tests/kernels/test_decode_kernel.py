@@ -725,6 +725,7 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
         torch.randn(batch, heads * group, n, d, generator=g),
         torch.randn(1, heads, 1, d, generator=g),
     )
+    pair = torch.rand(1, heads, 1, d, generator=g) + 0.5
     inv_freq = 500000.0 ** (-torch.arange(half) / half)
     tables = query.AngleTables.of(inv_freq, 5000, page)
     side = decode_mma.FormSide(d, 3)
@@ -736,6 +737,7 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
     inputs = on_torch("_mean_inputs")(
         flat(q),
         flat(m),
+        flat(pair),
         flat(tables.far),
         sb,
         sh,
@@ -744,11 +746,12 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
         n,
         group,
         offset - start,
+        True,
         G,
     )
-    held, top, still = on_torch("_mean_coefficients")(held, inputs, 0.5, G)
+    held, top, still = on_torch("_mean_coefficients")(held, inputs, 0.5, True, G)
     rows = q[b, h * group : (h + 1) * group].reshape(group * n, d).double()
-    mean, slot = m[0, h, 0].double(), torch.arange(256)
+    mean, slot = (m / pair)[0, h, 0].double(), torch.arange(256)
     i, row, part = slot // 64, slot % 64, page // 4
     place = row // part * page + i * part + row % part
     for tile in (max(0, -(-(start - offset) // 256)), 7, 10):

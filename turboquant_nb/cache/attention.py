@@ -59,8 +59,8 @@ def shared_rule(
 # %% ../../nbs/16_attention.ipynb #cc4b375e
 class Call(NamedTuple):
     """Queries on a store, by a rule. Where keys have a pair scale, those of a call are times
-    it, see `into_frame`, and what serves the call divides queries by it. By a latent rule d_key
-    is the sum of both sides' sizes, and d_value that of the keys."""
+    it, see `into_frame`, and queries are divided by it where the call is served, see `divided`.
+    By a latent rule d_key is the sum of both sides' sizes, and d_value that of the keys."""
 
     rule: Rule
     store: KVStore
@@ -105,6 +105,17 @@ class Call(NamedTuple):
             raise ValueError("latents are values too, so their keys can have no pair scale")
         return self if self.k is None else self._replace(k=key.into_frame(self.k))
 
+    def divided(self) -> "Call":
+        "With queries over the pair scale of their keys: what serves it need know of none."
+        pair, q = self.store.key.frame.pair, self.q
+        if pair is None or q.ndim != 4 or q.device != pair.device:
+            return self
+        heads, groups = pair.shape[1], q.shape[1] // pair.shape[1]
+        if [heads * groups, pair.shape[3]] != [q.shape[1], q.shape[3]]:
+            return self  # it is refused
+        rows = q.reshape(len(q), heads, groups * q.shape[2], q.shape[3])
+        return self._replace(q=(rows / pair).to(q.dtype).view(q.shape))
+
 
 class Answer(NamedTuple):
     "What attention gives."
@@ -143,6 +154,7 @@ class Backend:
     name: str  # what `Rule.backend` calls it
     served = "codes"  # what reports count its calls as
     recorded = False  # can a CUDA graph replay it, since it never waits for the device?
+    divides = False  # does it divide queries by a pair scale? If not, they come `divided`
 
     def refuses(self, call: Call) -> str:
         "Why it cannot serve a call, in a sentence; empty if it can."
@@ -209,8 +221,6 @@ def group_queries(
     b, heads, n, d = call.q.shape
     scaling = d**-0.5 if call.rule.scaling is None else call.rule.scaling
     plain = call.q.float().reshape(b, store.heads, heads // store.heads * n, d) * scaling
-    if store.key.frame.pair is not None:
-        plain = plain / store.key.frame.pair
     parts = [getattr(store, side) for side in call.rule.key_sides]
     rotary = 0 if store.rope_table is None else store.rope_table.shape[1]
     pieces = plain.split([part.q.d for part in parts], -1)
@@ -577,7 +587,7 @@ def attend(
     """Attention straight on codes, by `Reference`. A row that may see nothing gives 0 and
     -inf. Raises ValueError/TypeError on what does not fit."""
     calls, serve = in_runs(Call.of(q, store, k, v, **more).into_frame()), Reference(block)
-    return joined([serve.run(call) for call in calls], q.dtype)
+    return joined([serve.run(call.divided()) for call in calls], q.dtype)
 
 # %% ../../nbs/16_attention.ipynb #26c81a16
 def dense_attention(

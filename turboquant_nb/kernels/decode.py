@@ -1532,14 +1532,14 @@ from .encode import Launch
 @triton.jit
 def _coefficients(q, m, pair, e, seen, H2: tl.constexpr, HAS_PAIR: tl.constexpr):
     """a and b of the channel pairs e: [rows, pairs] fp32 from pointers to rows of queries,
-    means and pair scales, which both channels of a pair share."""
+    means and pair scales."""
     q1 = tl.load(q[:, None] + e[None, :], mask=seen, other=0.0).to(tl.float32)
     q2 = tl.load(q[:, None] + e[None, :] + H2, mask=seen, other=0.0).to(tl.float32)
     m1 = tl.load(m[:, None] + e[None, :], mask=seen, other=0.0).to(tl.float32)
     m2 = tl.load(m[:, None] + e[None, :] + H2, mask=seen, other=0.0).to(tl.float32)
     if HAS_PAIR:
-        scale = load_pair(pair[:, None] + e[None, :], seen)
-        m1, m2 = m1 / scale, m2 / scale
+        m1 /= load_pair(pair[:, None] + e[None, :], seen)
+        m2 /= load_pair(pair[:, None] + e[None, :] + H2, seen)
     return q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
 
 

@@ -931,8 +931,8 @@ def _mean_inputs(
     G: gl.constexpr,
 ):
     """What `_mean_coefficients` needs, loaded before anything waits: channel pairs of Q query
-    rows, of the mean of their head and of its pair scale, which both channels share, and the
-    angles of where its tiles begin; [HP, Q] and [HP, 1]."""
+    rows, of the mean of their head and of its pair scale, and the angles of where its tiles
+    begin; [HP, Q] and [HP, 1]."""
     L: gl.constexpr = G.LMEAN
     place = gl.arange(0, G.HP, layout=gl.SliceLayout(1, L))
     e = _pair_at(place, G)
@@ -951,10 +951,11 @@ def _mean_inputs(
     q2 = gl.load(at + G.H2, mask=ok, other=0.0)
     m1 = gl.load(m, mask=e < G.H2, other=0.0)
     m2 = gl.load(m + G.H2, mask=e < G.H2, other=0.0)
-    pair = gl.full([G.HP], 1.0, gl.float32, layout=gl.SliceLayout(1, L))
+    pair1, pair2 = 1.0, 1.0
     scales = PAIR + h.to(gl.int64) * G.D
     if HAS_PAIR:
-        pair = gl.load(scales + e, mask=e < G.H2, other=1.0)
+        pair1 = gl.load(scales + e, mask=e < G.H2, other=1.0)
+        pair2 = gl.load(scales + e + G.H2, mask=e < G.H2, other=1.0)
     row = FAR + (begin_at & 255) * (2 * G.HP) + place
     cos, sin = gl.load(row), gl.load(row + G.HP)
     still = gl.zeros([G.Q], gl.float32, layout=gl.SliceLayout(0, L))
@@ -968,7 +969,7 @@ def _mean_inputs(
             if HAS_PAIR:
                 y = y / gl.load(scales + rest, mask=rest < G.D, other=1.0).to(gl.float32)
             still += gl.sum(x * y[:, None], 0)
-    return q1, q2, m1, m2, pair, cos, sin, still
+    return q1, q2, m1, m2, pair1, pair2, cos, sin, still
 
 # %% ../../nbs/20_tensor_cores.ipynb #a6c2a7a1
 # two numbers up to 32767 as int16 in a word, and back
@@ -995,14 +996,15 @@ def _unpacked(x):
 
 
 @gluon.jit
-def _mean_coefficients(room, inputs, factor, G: gl.constexpr):
+def _mean_coefficients(room, inputs, factor, HAS_PAIR: gl.constexpr, G: gl.constexpr):
     """Coefficients at 127.5 tokens after the position of the angles modulo 256, of cosines, of
     sines and of cosines negated, in the room given, of 8 rows in words; of what they are
     multiples; and the product of channels that RoPE leaves alone."""
-    q1, q2, m1, m2, pair, cos, sin, still = inputs
-    q1, q2 = q1.to(gl.float32), q2.to(gl.float32)
-    pair = pair.to(gl.float32)
-    m1, m2 = (m1.to(gl.float32) / pair)[:, None], (m2.to(gl.float32) / pair)[:, None]
+    q1, q2, m1, m2, pair1, pair2, cos, sin, still = inputs
+    q1, q2, m1, m2 = q1.to(gl.float32), q2.to(gl.float32), m1.to(gl.float32), m2.to(gl.float32)
+    if HAS_PAIR:
+        m1, m2 = m1 / pair1.to(gl.float32), m2 / pair2.to(gl.float32)
+    m1, m2 = m1[:, None], m2[:, None]
     cos, sin = cos[:, None], sin[:, None]
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
     a, o = x * cos + y * sin, y * cos - x * sin
@@ -1665,7 +1667,7 @@ def _mean(room, NEAR, FAR, first, inputs, factor, query, HOW: gl.constexpr, G: g
     "The `_Mean` of what `_mean_inputs` loaded."
     top, still = query.shift, query.shift
     if HOW.FUSED:
-        room, top, still = _mean_coefficients(room, inputs, factor, G)
+        room, top, still = _mean_coefficients(room, inputs, factor, HOW.HAS_PAIR, G)
         some = query.unit > 1e-30  # of smaller ones nothing is left, and no quotient is finite
         top = gl.where(some, top / query.unit, 0.0)
         still = gl.where(some, still / query.unit, 0.0)

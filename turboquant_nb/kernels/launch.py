@@ -402,7 +402,7 @@ def again(
 class Triton(Backend):
     "The decode kernels, on codes: causal attention of few queries."
 
-    name, served, recorded = "triton", "kernel", True
+    name, served, recorded, divides = "triton", "kernel", True, True
 
     def __init__(
         self,

@@ -251,9 +251,6 @@ class Flash(Backend):
         if call.first is None:
             call = call._replace(first=call.store.freed)
         check_call(call)
-        if (pair := call.store.key.frame.pair) is not None:
-            rows = call.q.unflatten(1, (call.store.heads, -1)) / pair[:, :, None]
-            call = call._replace(q=rows.to(call.q.dtype).flatten(1, 2))
         if call.q.device.type != "cuda":
             return _flash(call)
         with torch.cuda.device(call.q.device):  # where kernels are launched
@@ -371,6 +368,12 @@ def _choice_of_runs(call: Call) -> Choice:
     return select_backend(oldest) if newer else Choice("exact", "")
 
 
+def _answer(name: str, call: Call) -> Answer:
+    "By the backend of this name."
+    backend = BACKENDS[name]
+    return backend.run(call if backend.divides else call.divided())
+
+
 def serve(
     call: Call,  # in the frame of its store, see `Call.into_frame`
     backend: str | None = None,  # a name in `BACKENDS`, chosen before; None: it is chosen now
@@ -378,12 +381,12 @@ def serve(
     "Attention by the backend that `select_backend` gives, or gave."
     if not call.store.tiered:
         name = select_backend(call).backend if backend is None else backend
-        answer = BACKENDS[name].run(call)
+        answer = _answer(name, call)
     elif _as_one(call):
-        answer = BACKENDS["flash"].run(call._replace(recent=None))
+        answer = _answer("flash", call._replace(recent=None))
     else:
         *older, newest = in_runs(call._replace(recent=None))
-        found = [BACKENDS[select_backend(x).backend].run(x) for x in older]
+        found = [_answer(select_backend(x).backend, x) for x in older]
         flash = BACKENDS["flash"]
         exact = attention.exact_answer if flash.unfit(newest) else flash.run
         out, lse = reduce(_merge, [*found, exact(newest)], None)
