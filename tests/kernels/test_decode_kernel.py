@@ -578,12 +578,12 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
     out = torch.empty(batch, heads, rows, d, device=DEVICE)
     strides = rotation.stride(0) if own else 0, *rotation.stride()[-2:]
     pair = torch.rand(1, heads, 1, d, device=DEVICE) + 0.5
-    want = torch.zeros_like(out)
+    want, more = torch.zeros_like(out), torch.randn_like(out)
     want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) / pair @ rotation.mT
     size = decode_launch.padded_size(d)
     few, many = (
-        (query._rotate_few_kernel, 4, 16, (size, 4, 16, True, False)),
-        (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32, True)),
+        (query._rotate_few_kernel, 4, 16, (size, 4, 16, True, True, False)),
+        (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32, True, True)),
     )
     for fn, block, columns, flags in (few, many):
         grid = -(-batch * rows // block), heads, -(-d // columns)
@@ -593,6 +593,7 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
             rotation,
             *strides,
             pair,
+            more,
             out.fill_(float("nan")),
             batch,
             heads,
@@ -602,7 +603,7 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
             d,
             *flags,
         )
-        assert (out - want).abs().max() < (1e-5 if fn is few[0] else 1e-4) * d**0.5
+        assert (out - more - want).abs().max() < (1e-5 if fn is few[0] else 1e-4) * d**0.5
 
 
 # ---- the mean's sums in the tensor-core kernel: its functions run on torch tensors

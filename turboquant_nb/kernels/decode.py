@@ -9,7 +9,7 @@ __all__ = ['NUMBER_SLOTS', 'plane_places', 'load_bytes', 'code_of_bytes', 'read_
            'window_chain', 'CodeTables', 'dense_channels', 'last_dim_dense', 'store_operands', 'call_numbers',
            'padded_size', 'rotate', 'shared_arguments', 'cell_arguments', 'SplitRule', 'Parts', 'exact_arguments',
            'combine', 'plain_queries', 'portable_attention', 'score_bias', 'fast_pairs', 'AngleTables', 'angle_tables',
-           'rotated_queries']
+           'rotated_queries', 'rotated_back']
 
 # %% ../../nbs/19_decode.ipynb #4b4c78b3
 from typing import NamedTuple
@@ -1401,9 +1401,9 @@ def combine(
     pdl: bool = False,
     paging: Paging | None = None,
     cut: Cut | None = None,  # with it
-) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], `Launch`; None: no repeat)
+) -> tuple:  # (output [B, Hq, n, d_value], log-sum-exp [B, Hq, n], list of launches)
     """Exact tokens and splits. fast: splits are rotated back already; pdl: start while they are
-    at work."""
+    at work. There are no launches where they cannot be repeated."""
     if paging is not None:
         return _combine_paged(x, s, shared, cut, fast, pdl, paging)
     q = x.q
@@ -1440,11 +1440,14 @@ def combine(
     grid = s.batch * s.heads * -(-s.rows // together)
     options = {"launch_pdl": True} if pdl else {}
     slots = _COMBINE_SLOTS if x.k is None else _COMBINE_SLOTS | dict(CK="k", CV="v")
-    launch = _combine_launcher(grid, named, slots, num_warps=4, **options)
-    if out is not rest:  # value_rotation is R, so this is Rᵀ o
-        out = (out + rotate(rest, x.value_rotation)).to(x.q.dtype)
-        return out, lse, None
-    return out, lse, None if mixed else launch
+    slots = slots if fast else slots | dict(OUT="near", REST="rest")
+    launches = [_combine_launcher(grid, named, slots, num_warps=4, **options)]
+    if not fast and is_interpreted():  # which cuts bits off where a GPU rounds to bf16
+        return (out + rotate(rest, x.value_rotation)).to(q.dtype), lse, []
+    if not fast:
+        out, launch = rotated_back(x, s, shared, out, rest)
+        launches.append(launch)
+    return out, lse, [] if mixed else launches
 
 # %% ../../nbs/19_decode.ipynb #a41d0003
 # None: Triton compiles the kernel without them
@@ -1823,6 +1826,7 @@ def _rotate_few_kernel(
     tc,
     te,
     PAIR,
+    MORE,
     OUT,
     batch,
     heads,
@@ -1834,10 +1838,11 @@ def _rotate_few_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     HAS_PAIR: tl.constexpr,
+    ADD: tl.constexpr,
     AFTER: tl.constexpr,
 ):
     """OUT[b, h, j, c] = sum of QUERY[b, h, j, e] / PAIR[h, e] ROTATION[h, c, e] for ROWS rows
-    of one head and COLS channels c; 0 in rows that only pad."""
+    of one head and COLS channels c, and MORE[b, h, j, c]; 0 in rows that only pad."""
     h = tl.program_id(1)
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, DP)
@@ -1852,8 +1857,11 @@ def _rotate_few_kernel(
         at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
         out = tl.sum(q.to(tl.float32)[:, None, :] * matrix[None, :, :], 2)
-        place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
-        tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
+        place = ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
+        there = (b < batch)[:, None] & (c < D)[None, :]
+        if ADD:
+            out += tl.load(MORE + place, mask=there, other=0.0)
+        tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=there)
     if AFTER:  # the kernel before must be done, too, when this one is
         tl.extra.cuda.gdc_wait()
 
@@ -1869,6 +1877,7 @@ def _rotate_many_kernel(
     tc,
     te,
     PAIR,
+    MORE,
     OUT,
     batch,
     heads,
@@ -1880,8 +1889,9 @@ def _rotate_many_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     HAS_PAIR: tl.constexpr,
+    ADD: tl.constexpr,
 ):
-    "Query rows times the matrix of their head, many at a time, on tensor cores."
+    "The same of many rows at a time, on tensor cores."
     h = tl.program_id(1)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, j = (r // rows).to(tl.int64), r % rows
@@ -1899,12 +1909,29 @@ def _rotate_many_kernel(
         if HAS_PAIR:
             m = m / load_pair(PAIR + h * D + e, e < D)[:, None]
         out = tl.dot(q.to(tl.float32), m, out, input_precision="tf32x3")
-    place = OUT + ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
-    tl.store(place, out, mask=(b < batch)[:, None] & (c < D)[None, :])
+    place = ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
+    there = (b < batch)[:, None] & (c < D)[None, :]
+    if ADD:
+        out += tl.load(MORE + place, mask=there, other=0.0)
+    tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=there)
 
 # %% ../../nbs/19_decode.ipynb #8f145c1c
 _few_launcher, _many_launcher = Launcher(_rotate_few_kernel), Launcher(_rotate_many_kernel)
-_ROTATE_SLOTS = dict(QUERY="q", OUT="rotated")
+
+
+def _rotate(named: dict, s: DecodeSizes, slots: dict, after: bool = False) -> Launch:
+    "One of the two kernels, by how many rows there are."
+    d, rows = named["D"], named["rows"]
+    if s.batch * s.heads * rows <= 512:
+        launcher, block, columns = _few_launcher, 4, 16
+        named = named | dict(DP=padded_size(d), AFTER=after)
+        options = {"launch_pdl": True} if after else {}
+    else:  # 64 rows would be a pipelined wgmma, which Triton 3.6 computes wrongly
+        launcher, block, columns, options = _many_launcher, 32, 32, {"num_stages": 1}
+        named = named | dict(SLICE=min(32, padded_size(d)))
+    named |= dict(ROWS=block, COLS=columns, batch=s.batch)
+    grid = -(-s.batch * rows // block), s.heads, -(-d // columns)
+    return launcher(grid, named, slots, num_warps=4, **options)
 
 
 def rotated_queries(
@@ -1915,30 +1942,27 @@ def rotated_queries(
     after: bool = False,  # does a kernel before let this one start early?
 ) -> tuple[Tensor, Launch]:  # [B, H, rows, d] fp32, 0 in rows that only pad
     "Queries over `key_pair` times `key_rotation`, of their head where each has its own."
-    matrix, d = x.key_rotation, s.d
-    out = torch.empty(s.batch, s.heads, rows, d, dtype=torch.float32, device=x.q.device)
-    few = s.batch * s.heads * rows <= 512
+    matrix = x.key_rotation
+    out = torch.empty(s.batch, s.heads, rows, s.d, dtype=torch.float32, device=x.q.device)
     tc, te = matrix.stride()[-2:]
-    named = shared | dict(
-        ROTATION=matrix,
-        th=matrix.stride(0) if matrix.ndim == 3 else 0,
-        tc=tc,
-        te=te,
-        OUT=out,
-        batch=s.batch,
-        rows=rows,
-    )
-    if few:
-        launcher = _few_launcher
-        block = 4
-        columns = 16
-        named |= dict(ROWS=block, COLS=columns, AFTER=after)
-        options = {"launch_pdl": True} if after else {}
-    else:  # 64 rows would be a pipelined wgmma, which Triton 3.6 computes wrongly
-        launcher = _many_launcher
-        block = 32
-        columns = 32
-        options = {"num_stages": 1}
-        named |= dict(SLICE=min(32, padded_size(d)), ROWS=block, COLS=columns)
-    grid = -(-s.batch * rows // block), s.heads, -(-d // columns)
-    return out, launcher(grid, named, _ROTATE_SLOTS, num_warps=4, **options)
+    th = matrix.stride(0) if matrix.ndim == 3 else 0
+    named = dict(ROTATION=matrix, th=th, tc=tc, te=te, MORE=out, OUT=out, rows=rows, ADD=False)
+    slots = dict(QUERY="q", MORE="rotated", OUT="rotated")
+    return out, _rotate(shared | named, s, slots, after)
+
+
+def rotated_back(
+    x: DecodeOperands,
+    s: DecodeSizes,
+    shared: dict,
+    near: Tensor,  # [B, Hq, n, d_value] fp32
+    rest: Tensor,  # the same, in the basis of the codes of values
+) -> tuple[Tensor, Launch]:  # [B, Hq, n, d_value] in the queries' dtype
+    "Outputs in the basis of the values: both parts together."
+    out = torch.empty(near.shape, dtype=x.q.dtype, device=x.q.device)
+    te, tc = x.value_rotation.stride()  # it is R, so this is Rᵀ o
+    named = dict(QUERY=rest, ROTATION=x.value_rotation, th=0, tc=tc, te=te, MORE=near, OUT=out)
+    named |= strides(rest, "sb", "sh", "sn") | dict(D=s.dv, rows=s.rows)
+    named |= dict(HAS_PAIR=False, ADD=True)
+    slots = dict(QUERY="rest", MORE="near", OUT="out")
+    return out, _rotate(shared | named, s, slots)

@@ -2201,7 +2201,7 @@ def mma_attention(
     )
     out, lse, last = combine(x, s, shared, parts, fast, pdl)
     shapes = dict(parts=parts.out.shape, lse_parts=parts.lse.shape)
-    shapes |= ({"bias": bias.shape} if biased else {}) | (
-        {} if fast_k else {"rotated": rotated.shape}
-    )
-    return (out, lse, Repeatable(splits, rule, shapes, [*launches, last]) if last else None)
+    shapes |= {"bias": bias.shape} if biased else {}
+    shapes |= {} if fast_k else {"rotated": rotated.shape}
+    shapes |= {} if fast else dict.fromkeys(("near", "rest"), out.shape)
+    return (out, lse, Repeatable(splits, rule, shapes, [*launches, *last]) if last else None)
