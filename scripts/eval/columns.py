@@ -368,7 +368,7 @@ def scored(a, model, tokenizer, length):
 def rows(a, model, tokenizer, known):
     wanted = lambda name: not a.only or name.startswith(tuple(a.only))
     of_length = lambda n: [x for x in candidates(a, model, tokenizer, n) if wanted(x[0])]
-    for length in a.length:
+    for length in a.length if a.protocols else ():
         every = of_length(length)
         here = scored(a, model, tokenizer, length)
         about = dict(
