@@ -13,6 +13,7 @@ answers right, with Wilson's interval at 95 %, and beside uncompressed states wh
 gains: p of McNemar's exact test, the net loss in percent with Clopper and Pearson's interval
 given the changed answers, and `finds`, the smallest net loss that this many changes show with
 probability .8. `bits` are those held at the end of the last batch, exact tokens included.
+A cache may be a budget for all sequences of a batch: memory=40MB.
 
 Gate: the harness's answers on an uncompressed cache are those of `model.generate()`."""
 

@@ -1,16 +1,17 @@
 """Whether a prompt gives the same tokens however it comes: run.py arrivals --out FILE [--tiny]
 [--model M] [--recipes NAME …] [--windows N] [--tokens N] [--new N] [--chunks N …].
 
-A model in fp32, SmolLM2-135M unless another is named, reads windows of text with a cache of each recipe and with transformers'
-DynamicCache (`uncompressed`): whole; in chunks; with a prefix that two rows share; as row 3 of
-a batch padded on the left; whole, saved to a file and loaded; whole, in a cache that was reset
-after another text; and as a second turn, behind a first one and an answer of 16 tokens that
-came one by one. Then all of them read the tokens that the cache of the whole prompt chose, one
-by one. A row compares two ways on one window: `same_bits` whether all logits from the prompt's
-last token on are equal, `largest` their largest difference, `kl` the mean divergence in nats of
-the second from the first, `agreed` how many tokens in a row both choose alike, `of` at most,
-`first_layer` and `all_layers` which share of the numbers that coded keys and values stand for
-is equal. The first layer's keys and values do not depend on what attention read.
+A model in fp32, SmolLM2-135M unless another is named, reads windows of text with a cache of
+each recipe and with transformers' DynamicCache (`uncompressed`): whole; in chunks; with a
+prefix that two rows share; as row 3 of a batch padded on the left; whole, saved to a file and
+loaded; whole, in a cache that was reset after another text; and as a second turn, behind a
+first one and an answer of 16 tokens that came one by one. Then all of them read the tokens that
+the cache of the whole prompt chose, one by one. A row compares two ways on one window:
+`same_bits` whether all logits from the prompt's last token on are equal, `largest` their
+largest difference, `kl` the mean divergence in nats of the second from the first, `agreed` how
+many tokens in a row both choose alike, `of` at most, `first_layer` and `all_layers` which share
+of the numbers that coded keys and values stand for is equal. The first layer's keys and values
+do not depend on what attention read.
 
 Gate: uncompressed, the logits of every way are those of the whole prompt to 1e-3; on codes a
 prompt that is read whole twice gives the same bits."""

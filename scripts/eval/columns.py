@@ -8,11 +8,12 @@ divergence from the uncompressed model's distribution the mean, its error, the m
 99th percentile. A row of `time` is of bfloat16 weights and `model.generate()`: seconds of a
 prompt with its first token, and of each of S tokens more, B prompts of N tokens at once.
 
-Presets, and those whose scale is "unbiased", are read in one pass, others by caches of their own: transformers' QuantizedCache on
-quanto and HQQ, with groups along channels of keys (axis -1 or 1) or as it comes; KIVI's codes
-as its paper has them, of at least the 128 newest values and at most as many keys not coded;
-codecs of packages, unpacked below --peers, on every token. `holds` says of what a time is: of
-codes, or of states that a codec decoded at once, whose bits are then those that it counts.
+Presets, and those whose scale is "unbiased", are read in one pass, others by caches of their
+own: transformers' QuantizedCache on quanto and HQQ, with groups along channels of keys (axis -1
+or 1) or as it comes; KIVI's codes as its paper has them, of at least the 128 newest values and
+at most as many keys not coded; codecs of packages, unpacked below --peers, on every token.
+`holds` says of what a time is: of codes, or of states that a codec decoded at once, whose bits
+are then those that it counts.
 
 Gate: one pass against token by token on the real cache of k3v3."""
 
