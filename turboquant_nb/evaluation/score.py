@@ -194,7 +194,7 @@ def pair_cache(
     layer: type = PairLayer,  # or a subclass that codes otherwise
 ) -> Cache:
     "The cache for one pass: a pair layer for each layer that the real cache codes."
-    layers = TurboQuantCache(model, recipe).layers
+    layers = TurboQuantCache(model, recipe, attention="dense").layers
     about = exact_dtype, all_quantised
     pair = lambda x: layer(x, *about) if isinstance(x, TurboQuantLayer) else x
     return Cache(layers=[pair(x) for x in layers])

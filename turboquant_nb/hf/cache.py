@@ -302,8 +302,8 @@ def _check_chains(info: ModelInfo, recipes: list, device, backend: str) -> None:
                 raise ValueError(
                     f"{spec.codebook} codes of layer {layer.index}: {why}. Without a kernel "
                     "attention took 8 to 16 times as long as on bf16 on an H200 (heads of 80 "
-                    "to 256 channels): take 'k3v3' or 'k2v2-scalar', or backend='torch' all "
-                    "the same"
+                    "to 256 channels): take 'k3v3' or 'k2v2-scalar', or backend='torch' or "
+                    "attention='dense' all the same"
                 )
 
 
@@ -462,7 +462,8 @@ class TurboQuantCache(Cache):
         elif (tokens, floor, full, on_tier) != (None, "k2v2", "error", None):
             raise ValueError("tokens, floor, full and on_tier belong to memory=, got none")
         recipes = plan_layers(self.info, recipe, bits, calibration, budget)
-        _check_chains(self.info, recipes, getattr(own, "device", None), backend)
+        if attention != "dense":
+            _check_chains(self.info, recipes, getattr(own, "device", None), backend)
         self.frame = _frame_for(self.info, recipes, own, frame, calibration, tokenizer)
         frames = self.frame.frames if self.frame else [None] * len(recipes)
         device = getattr(own, "device", None)
