@@ -8,7 +8,7 @@ divergence from the uncompressed model's distribution the mean, its error, the m
 99th percentile. A row of `time` is of bfloat16 weights and `model.generate()`: seconds of a
 prompt with its first token, and of each of S tokens more, B prompts of N tokens at once.
 
-Presets, and those whose scale is "unbiased", are read in one pass, others by caches of their
+Presets, and those with other scales, are read in one pass, others by caches of their
 own: transformers' QuantizedCache on quanto and HQQ, with groups along channels of keys (axis -1
 or 1) or as it comes; KIVI's codes as its paper has them, of at least the 128 newest values and
 at most as many keys not coded; codecs of packages, unpacked below --peers, on every token.
@@ -45,7 +45,12 @@ from turboquant_nb.hf import ModelInfo, TurboQuantCache
 from turboquant_nb.quant.recipe import preset
 
 PRESETS = "k2v2", "k3v3", "k4v4", "k2v2-scalar"
-UNBIASED = {"values unbiased": ["value"], "all unbiased": ["key", "value"]}
+# how a scale is chosen, of keys and of values
+SCALES = {
+    "values unbiased": ("mse", "unbiased"),
+    "keys by norm": ("norm", "unbiased"),
+    "all unbiased": ("unbiased", "unbiased"),
+}
 GROUP, RESIDUAL = 32, 128  # of KIVI: numbers with one scale, tokens that are not coded
 
 
@@ -231,11 +236,11 @@ QUANTIZED = {  # name: (backend, bits, axis of keys, of values, numbers with one
 }
 
 
-def unbiased(name, sides):
-    "A preset whose scales keep products with a vector itself, not its distance to the codes."
+def scaled(name, key, value):
+    "A preset with other scales: `unbiased` keeps products with a vector, `norm` its length."
     recipe = preset(name)
-    changed = {x: replace(getattr(recipe, x), scale="unbiased") for x in sides}
-    return replace(recipe, **changed)
+    key, value = replace(recipe.key, scale=key), replace(recipe.value, scale=value)
+    return replace(recipe, key=key, value=value)
 
 
 def of_backend(name, model, protocol):
@@ -266,8 +271,8 @@ def candidates(a, model, tokenizer, length=None):
     ours = lambda what: lambda _protocol: as_candidate(model, what, max_length=length)
     for name in PRESETS:
         yield name, "codes", None, ours(name)
-    for name, (how, sides) in product(PRESETS, UNBIASED.items()):
-        yield f"{name}, {how}", "codes", None, ours(unbiased(name, sides))
+    for name, (how, scales) in product(PRESETS, SCALES.items()):
+        yield f"{name}, {how}", "codes", None, ours(scaled(name, *scales))
     for name in ("fp8-head", "fp8-tensor"):
         yield name, "codes", None, lambda _protocol, name=name: as_candidate(model, name)
     fp8 = cache(lambda: fp8_calibrated(model, tokenizer))
@@ -396,7 +401,7 @@ def rows(a, model, tokenizer, known):
     room = dict(max_length=tokens + steps + 1)
     makers = [("uncompressed", "states", lambda: DynamicCache(config=model.config))]
     for name, holds, _, new in of_length(None):
-        if "unbiased" in name:  # takes no other time
+        if name.endswith(tuple(SCALES)):  # takes no other time
             continue
         ours = lambda name=name: TurboQuantCache(model, name, **room)
         theirs = lambda new=new: new("decode").make()
