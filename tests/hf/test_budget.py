@@ -284,6 +284,42 @@ def test_steps_are_captured_between_moves(name, memory, tiers, padded):
 
 
 @torch.no_grad()
+def test_what_would_not_stay_exact_is_coded_as_it_comes():
+    "Where `tokens=` says so; the newest are exact all the same. Fewer tokens change nothing."
+    model = tiny("llama", head_dim=16, max_position_embeddings=2048)
+    found = {}
+    for tokens in (None, 300, 3000):
+        cache, said = None, []
+        cache = TurboQuantCache(
+            model, memory="500kB", tokens=tokens, on_tier=lambda *x: said.append(x)
+        )
+        for n in (300, 1, 1):
+            model(torch.ones(1, n, dtype=torch.long), past_key_values=cache)
+        found[tokens] = said, cache.report()["budget"]["tokens"][0]
+    assert found[None] == found[300] == ([], {16: 302})
+    said, stand = found[3000]
+    assert said == [(4, 300)] and 16 <= stand[16] < 64 and stand[4] + stand[16] == 302
+
+
+@torch.no_grad()
+def test_layers_give_in_the_order_of_what_they_lose():
+    """A layer whose attention nothing reads gives first, though it is the first or the last
+    one, which come last where only a config is known."""
+    for i in (0, 3):
+        model = copy.deepcopy(tiny("llama", head_dim=16, num_hidden_layers=4))
+        model.model.layers[i].self_attn.o_proj.weight.zero_()
+        cache = TurboQuantCache(model, memory="300kB")
+        order = cache.report()["budget"]["order"]
+        assert order[0] == i and sorted(order) == [0, 1, 2, 3]
+        plain = TurboQuantCache(model.config, memory="300kB", frame=cache.frame)
+        for x, first in ((cache, i), (plain, 1)):
+            x.update(*torch.randn(2, 1, 2, 300, 16), 0)
+            ends = [y.planned or y.store.ends for y in x.coded_layers]
+            exact = [y[-1] - y[-2] for y in ends]
+            assert exact[first] == min(exact) < max(exact), exact
+
+
+@torch.no_grad()
 def test_what_is_not_captured_under_a_budget():
     """Drafts, beams, and sliding layers: the tokens are those of eager steps, and the report
     says why. Behind a crop steps are captured again."""

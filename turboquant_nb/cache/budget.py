@@ -469,6 +469,7 @@ class Budget:
     tables = 0  # bytes of those that layers share, whatever they hold
     row = 0  # bytes of a position's cosines and sines
     entered = ()  # tiers that hold tokens, or did
+    at_once = False  # whether tokens are coded as they come, all but the newest
     order = (
         None  # numbers of layers, in which they give; None: the last and the first come last
     )
@@ -516,6 +517,11 @@ class Budget:
             mine = [j for j in order if (stands[j].window is not None) == slides]
             yield from ((i, j) for i in tiers for j in mine)
 
+    def expect(self, stands: list, tokens: int) -> None:
+        "Code at once what would not stay exact if layers held so many tokens."
+        found, _ = self.moved([x.grown(tokens) for x in stands], tokens)
+        self.at_once = not any(x.movable(len(self.recipes)) for x in found)
+
     def moved(self, stands: list, length: int) -> tuple:  # (a `Stand` of each layer, bool)
         "What stands fit in the fewest steps, or after all of them, and whether they fit."
         now, sizes = [*stands], [x.nbytes for x in stands]
@@ -546,6 +552,8 @@ def plan(
     where they do not fit."""
     now, held = [x.grown(n) for x in stands], stands[0].ends[-1]
     end = max(x.ends[-1] for x in now)
+    if self.at_once:
+        now = [x.moved(len(self.recipes), x.movable(len(self.recipes))) for x in now]
     each = [[replace(x, ahead=n) for x in now] for n in (max(0, end // 64 - n), 0)]
     for stay in each:
         if self.fits([x.nbytes for x in stay], end):

@@ -437,7 +437,8 @@ class TurboQuantCache(Cache):
         tokenizer=None,  # the model's, by which a frame is found; None: one on this machine
         # bytes that it may hold, such as "8GB": tokens are exact as long as that does
         memory: int | str | None = None,
-        tokens: int | None = None,  # of one sequence that `memory` must have room for
+        # of one sequence that `memory` must have room for; 4 bits at once, if none stays exact
+        tokens: int | None = None,
         # under `memory`: the fewest bits, "k4v4", "k3v3" or "k2v2", which is "k2v2-scalar" here
         floor: str = "k2v2",
         full: str = "error",  # at the floor: "error", or "evict", which forgets the oldest
@@ -1044,6 +1045,8 @@ def check_reach(
         what = "one block of" if tokens is None else "tokens ="
         got = f"memory={self.budget.memory:,} bytes holds {reach:,} tokens at the floor"
         raise ValueError(f"{got} {self.budget.floor!r}, fewer than {what} {least:,}: give more")
+    if tokens is not None:
+        self.budget.expect(found, tokens)
 
 
 @patch
