@@ -8,7 +8,7 @@ the end of a window, or the least that holds one at all, so the row of a budget 
 of its recipe. Losses are of the tokens behind the prompt, and of the last quarter of a window
 alone, where the budget is shortest.
 curve: Llama-3.1-8B shapes, random weights; one sequence of random states that come in chunks,
-and at some lengths steps of the whole model, launched by Python, each timed to its end.
+and at some lengths steps of the whole model, each timed to its end; `slowest` captures a graph.
 `filling_ms` is the time of all tokens since the row before, moves included; `share` the context
 over that which bf16 holds in --memory; `peak_bytes` the allocator's peak since the sequence
 began, above the weights; other caches beside it.

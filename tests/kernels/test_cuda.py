@@ -739,9 +739,10 @@ def test_a_store_on_another_gpu_than_the_current_one():
 
 
 def test_a_budget():
-    """Before the first move logits are those of transformers' own cache, bit for bit; then
-    kernels serve single tokens, drafts and long chunks of all tiers as attention to what they
-    read as, and no more is allocated than the budget allows."""
+    """Before the first move logits are those of transformers' own cache, bit for bit without
+    graphs; then kernels serve single tokens, drafts and long chunks of all tiers as attention
+    to what they read as, single tokens in graphs too, and no more is held than the budget
+    allows."""
     import transformers
 
     from turboquant_nb.hf import TurboQuantCache
@@ -755,8 +756,10 @@ def test_a_budget():
     ends, out = [0, 1500, 1501, 1506, 1507, 2000, *range(2001, 2050), 2600], {}
     for name, how in {
         "dynamic": None,
-        "exact": dict(memory="1GB"),
+        "exact": dict(memory="1GB", graphs=False),
+        "replayed": dict(memory="1GB"),
         "codes": dict(memory=memory, backend="triton"),
+        "eager": dict(memory=memory, backend="triton", graphs=False),
         "read": dict(memory=memory, attention="dense"),
     }.items():
         cache = transformers.DynamicCache(config=model.config)
@@ -767,21 +770,26 @@ def test_a_budget():
             for a, b in zip(ends, ends[1:]):
                 keep = dict(attention_mask=mask[:, :b], past_key_values=cache)
                 logits.append(model(ids[:, a:b], **keep).logits)
-                if name == "codes":
+                if name in ("codes", "eager"):
                     most = max(most, cache.report()["nbytes"])
         out[name] = torch.cat(logits, 1)[mask.bool()]
-        if name == "codes":
+        if name in ("codes", "replayed"):
+            graphs = cache.report()["graphs"]
+            assert graphs["replayed"] > 35 and not graphs["why_not"], graphs
+        if name in ("codes", "eager"):
             report = cache.report()
             assert most <= memory and set(report["coded"]) == {"kernel"}, report["coded"]
             assert (
                 {"kernel", "chunk"}
                 <= {*report["served"]}
-                <= {"prefill", "kernel", "chunk", "dense"}
+                <= {"prefill", "kernel", "chunk", "dense", "exact"}
             )
             assert {16, 2} <= {*report["budget"]["tokens"][1]}, report["budget"]
     assert torch.equal(out["dynamic"], out["exact"])
     apart = lambda x, y: float((out[x] - out[y]).norm() / out[y].norm())
-    assert apart("codes", "read") < apart("codes", "exact") / 10, apart("codes", "read")
+    assert apart("replayed", "exact") < 1e-4, apart("replayed", "exact")
+    for name in ("codes", "eager"):
+        assert apart(name, "read") < apart(name, "exact") / 10, (name, apart(name, "read"))
 
 
 def test_not_finite_and_out_of_memory():

@@ -487,7 +487,8 @@ def in_runs(call: Call) -> list:
     if not older:
         return [call]
     n, window, first = q.shape[2], rule.sliding_window, store.freed if first is None else first
-    past = store.length - (0 if k is None else k.shape[2])
+    by_device = store.clock.by_device  # then of one query, whose token the host does not count
+    past = store.length - (0 if k is None or by_device else k.shape[2])
     ordered = rule.causal and store.length - n + 1 < store.offset or past < store.offset
     ordered = ordered or window is not None and window < store.length - first
     if mask is None and ordered and first < store.offset:
@@ -504,7 +505,7 @@ def in_runs(call: Call) -> list:
             if past < run.length:
                 behind = torch.arange(begin, run.length, device=store.device) >= past
                 own = own._replace(mask=own.mask & ~behind)
-        if begin < (run.length if newest else min(run.length, past)):
+        if newest and by_device or begin < (run.length if newest else min(run.length, past)):
             calls.append(own)
     return calls
 

@@ -74,7 +74,8 @@ class PlainMemory(Memory):
         d: int,  # head size
         dtype: torch.dtype,
     ):
-        self.along, self.bits, self.groups, self.extras = "channel", (), (), {}
+        self.along, self.tile = "channel", BLOCK
+        self.bits, self.groups, self.extras = (), (), {}
         self.fields, self.cell_bytes = lay_out({"exact": (dtype, (BLOCK, d))})
 
     @property
@@ -106,6 +107,7 @@ class TieredStore(KVStore):
         self.coder, self.codes_frame = code, frame
         self.tiers = {}
         self.planned = ()  # the `ends` after the next append; none: its tokens stay exact
+        self.ahead = 0  # exact tokens that there shall be room for besides
         if self.recipes[0].key.centre.rotates:
             size, device = self.key.q.d, self.device
             table = isinstance(inv_freq, Tensor)
@@ -151,9 +153,9 @@ class TieredStore(KVStore):
 # %% ../../nbs/15_store.ipynb #63b00109
 @patch
 def resized(self: TieredStore, first: int, last: int) -> list:
-    """Cells with room for exact positions [first, last), in which those of them lie that
-    are held; nothing changes yet."""
-    tiles, out = room(last - first) // BLOCK, []
+    """Cells with room for exact positions [first, last) and `ahead` more, in which those of
+    them lie that are held; nothing changes yet."""
+    tiles, out = room(last - first + self.ahead) // BLOCK, []
     at, n = first - self.offset, max(0, min(self.length, last) - first)
     for part in self.parts:
         new = part.memory
@@ -174,12 +176,32 @@ def have(self: TieredStore, cells: list, offset: int, length: int) -> None:
     self.length = length
     self.changed()
 
+
+@patch
+@without_autograd
+def make_room(self: TieredStore, last: int) -> None:
+    "Have room for exact tokens up to a position and `ahead` more, and for no others."
+    if self.capacity != room(last - self.offset + self.ahead):
+        cells = self.resized(self.offset, last)
+        commit(partial(self.have, cells, self.offset, self.length))
+
+
+@patch
+@without_autograd
+def hold_still(self: TieredStore) -> int:  # the position behind the last that there is room for
+    "Let no exact token move until the next one finds no room; what is not held is 0."
+    if not self.fits(1):
+        self.make_room(self.length + 1)
+    for part in self.parts:
+        part.memory.states[:, :, self.length - self.offset :] = 0
+    return self.offset + self.capacity
+
 # %% ../../nbs/15_store.ipynb #63b0000a
 @patch(as_prop=True)
 def piece(self: TieredStore) -> int:
-    "Tokens that are coded, or lose planes, at a time: up to 16 tiles, of four million numbers."
+    "Tokens that are coded, or lose planes, at a time: up to 16 tiles, of two million numbers."
     each = self.batch * self.heads * self.tile * self.key.q.d
-    return self.tile * max(1, min(16, 2**22 // each))
+    return self.tile * max(1, min(16, 2**21 // each))
 
 
 @patch
@@ -206,12 +228,12 @@ def settle(
         n = left if self.length >= coded[-1] else min(left, self.piece)
         at = self.length - self.offset
         if not self.fits(n):
-            cells = self.resized(self.offset, self.length + n)
-            commit(partial(self.have, cells, self.offset, self.length))
+            self.make_room(self.length + n)
         for part, x in zip(self.parts, (k, v)):
             first = x.shape[2] - left
             part.memory.states[:, :, at : at + n] = x[:, :, first : first + n]
         self.length += n
+        self.clock.count(self.length)
 
 
 def _code(store: TieredStore, last: int, names: tuple) -> None:
@@ -287,6 +309,12 @@ def append(
     """Add n tokens, as they came or as `planned` says. Raises ValueError/TypeError as
     `KVStore.append` does, of values only where they become codes."""
     check_states(self, k, v, names)
+    if self.clock.by_device:
+        at = self.clock.position - self.offset + torch.arange(k.shape[2], device=k.device)
+        for part, x in zip(self.parts, (k, v)):
+            part.memory.states.index_copy_(2, at, x)
+        self.clock.position.add_(k.shape[2])
+        return
     *coded, length = self.ends
     length += k.shape[2]
     planned, self.planned = self.planned, ()
@@ -369,7 +397,7 @@ class Stand:
     sinks: int  # bytes that a tier of codes has besides while it holds tokens
     rest: int  # bytes whatever it holds
     window: int | None = None  # tokens that a query sees; None: all
-    ahead: int = 0  # exact tokens that shall fit besides
+    ahead: int = 0  # exact tokens that there is room for besides
 
     @classmethod
     def of(
@@ -386,7 +414,7 @@ class Stand:
         rows, token = batch * heads, batch * heads * sum(sizes) * dtype.itemsize
         cell = lambda r: rows * sum(map(_coded_bytes, (r.key, r.value), sizes, (TILE, TILE)))
         sinks = recipes[0].sinks * token + 24  # with flags
-        rest = 8 * batch + 4 * heads * sizes[0]  # starts, and the frame
+        rest = 8 * batch + 4 * heads * sizes[0] + 28  # starts, frame, what a graph counts
         ends = ends or (0,) * (len(recipes) + 2)
         return cls(ends, (*map(cell, recipes), token), sinks, rest, window)
 
@@ -441,6 +469,10 @@ class Budget:
     tables = 0  # bytes of those that layers share, whatever they hold
     row = 0  # bytes of a position's cosines and sines
     entered = ()  # tiers that hold tokens, or did
+    at_once = False  # whether tokens are coded as they come, all but the newest
+    order = (
+        None  # numbers of layers, in which they give; None: the last and the first come last
+    )
 
     def __init__(
         self,
@@ -462,22 +494,33 @@ class Budget:
         exact = len(self.recipes)
         return 16 if tier == exact else 5 - exact + tier
 
+    @staticmethod
+    def positions(length: int) -> int:
+        "That tables are for: of so many tokens, and of those that what is exact has room for."
+        return length + length // 8
+
     def shared(self, length: int) -> int:
         "Bytes of tables that layers of so many tokens share."
-        return self.tables - (-length // GROWTH) * GROWTH * self.row
+        return self.tables - (-self.positions(length) // GROWTH) * GROWTH * self.row
 
     def fits(self, sizes: list, length: int) -> bool:
-        "Whether layers of so many bytes do, and what a move makes beside one of them."
-        return sum(sizes) + max(sizes) + self.shared(length) <= self.memory
+        "Whether layers of so many bytes do, and what a move makes beside one of them or tables."
+        tables = self.shared(length)
+        return sum(sizes) + max(*sizes, tables) + tables <= self.memory
 
     def steps(self, stands: list):
-        """(tier, layer) of who gives, in order: first what is exact, then most bits first; the
-        last and the first layer last, sliding ones below 4 bits only after all others."""
-        exact, order = len(self.recipes), [*range(1, len(stands)), 0]
+        """(tier, layer) of who gives, in order: first what is exact, then most bits first;
+        sliding layers below 4 bits only after all others."""
+        exact, order = len(self.recipes), self.order or [*range(1, len(stands)), 0]
         lower = range(exact - 1, 0, -1)
         for slides, tiers in ((0, [exact]), (1, [exact]), (0, lower), (1, lower)):
             mine = [j for j in order if (stands[j].window is not None) == slides]
             yield from ((i, j) for i in tiers for j in mine)
+
+    def expect(self, stands: list, tokens: int) -> None:
+        "Code at once what would not stay exact if layers held so many tokens."
+        found, _ = self.moved([x.grown(tokens) for x in stands], tokens)
+        self.at_once = not any(x.movable(len(self.recipes)) for x in found)
 
     def moved(self, stands: list, length: int) -> tuple:  # (a `Stand` of each layer, bool)
         "What stands fit in the fewest steps, or after all of them, and whether they fit."
@@ -509,12 +552,16 @@ def plan(
     where they do not fit."""
     now, held = [x.grown(n) for x in stands], stands[0].ends[-1]
     end = max(x.ends[-1] for x in now)
-    if self.fits([x.nbytes for x in now], end):
-        return now
-    for ahead in (max(0, end // 64 - n), 0):
-        found, done = self.moved([replace(x, ahead=ahead) for x in now], end)
+    if self.at_once:
+        now = [x.moved(len(self.recipes), x.movable(len(self.recipes))) for x in now]
+    each = [[replace(x, ahead=n) for x in now] for n in (max(0, end // 64 - n), 0)]
+    for stay in each:
+        if self.fits([x.nbytes for x in stay], end):
+            return stay
+    for stay in each:
+        found, done = self.moved(stay, end)
         if done:
-            return [replace(x, ahead=0) for x in found]
+            return found
     if self.full == "evict":
         first = min(x.ends[0] for x in found if x.window is None or x is found[0])
         last = min(held or end, end - RECENT)

@@ -96,6 +96,7 @@ def _budget_of(cache) -> dict:
     line = f"\nof {budget.memory:,} bytes; tokens of a layer by bits: {have or 'none'}; "
     line += f"at the floor {budget.floor!r} {reach:,} fit"
     more = dict(memory=budget.memory, floor=budget.floor, full=budget.full)
+    more["order"] = budget.order
     return more | dict(tokens=tokens, reach=reach, line=line)
 
 
@@ -161,7 +162,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from ..cache.budget import Budget, Stand, ladder
+from ..cache.budget import Budget, Stand, ladder, room
 from ..cache.clock import DeviceClock, HostClock, is_captured
 from ..cache.memory import shared_quantizer
 from ..cache.packing import TILE
@@ -181,7 +182,7 @@ from turboquant_nb.hf.hooks import (
     serve_expansions,
     serve_handles,
 )
-from .frame import came_from, frame_of
+from .frame import came_from, frame_of, order_of
 from .attention import NAME, mask_on_codes
 from .layer import DRAFTS, MixedLayer, Reader, TurboQuantLayer
 from turboquant_nb.hf.model_info import (
@@ -434,10 +435,10 @@ class TurboQuantCache(Cache):
         # calibration's, else `frame_of` finds it once for the model
         frame=None,
         tokenizer=None,  # the model's, by which a frame is found; None: one on this machine
-        # bytes that it may hold, such as "8GB": tokens are exact as long as that does; they
-        # move, so Python launches each step, and no graph replays it
+        # bytes that it may hold, such as "8GB": tokens are exact as long as that does
         memory: int | str | None = None,
-        tokens: int | None = None,  # of one sequence that `memory` must have room for
+        # of one sequence that `memory` must have room for; 4 bits at once, if none stays exact
+        tokens: int | None = None,
         # under `memory`: the fewest bits, "k4v4", "k3v3" or "k2v2", which is "k2v2-scalar" here
         floor: str = "k2v2",
         full: str = "error",  # at the floor: "error", or "evict", which forgets the oldest
@@ -487,6 +488,7 @@ class TurboQuantCache(Cache):
         if self.budget:
             self.reader.budget = self.budget
             self.budget.tables, self.budget.row = _table_bytes(self.coded_layers)
+            self.budget.order = None if own is None else order_of(own, tokenizer, self.info)
             self.check_reach(getattr(own, "dtype", None) or torch.float32, tokens)
         self.padding = RowStarts(self.coded_layers)
         self.flags = Flags()
@@ -499,6 +501,7 @@ class TurboQuantCache(Cache):
         if own is not None:
             _listen_to_passes(own)
         self.runner = StepRunner(self, model_or_config, graphs)
+        self.reader.replays = self.runner.wanted
 
     @property
     def is_compileable(self) -> bool:
@@ -827,7 +830,7 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         self.tail = self.store.crop(n, self.tail)
         return
     # passes with drafts are replayed, so no tensor may move; the host knows the length
-    if self.drafting and self.store.clock.fixed:
+    if self.drafting and self.store.clock.fixed and not self.tiers:
         self.store.clock.known = True
         try:
             self.tail = self.store.crop(n, self.tail)
@@ -918,6 +921,9 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
     if self.is_initialized:
+        if self.tiers:  # rows that change in each step would be captured in each
+            self.make_growing()
+            self.patience = 8
         rows = index.to(self.store.device)
         starts = tuple(self.starts[i] for i in order or [0] * len(index))
         then = partial(self.rows_changed, starts)
@@ -1040,6 +1046,8 @@ def check_reach(
         what = "one block of" if tokens is None else "tokens ="
         got = f"memory={self.budget.memory:,} bytes holds {reach:,} tokens at the floor"
         raise ValueError(f"{got} {self.budget.floor!r}, fewer than {what} {least:,}: give more")
+    if tokens is not None:
+        self.budget.expect(found, tokens)
 
 
 @patch
@@ -1049,21 +1057,39 @@ def make_room(
     batch: int = 1,  # rows, of an empty cache, or more than there are
     dtype: torch.dtype = torch.float32,  # of an empty cache
 ) -> None:
-    """Move tokens to fewer bits, so that what comes fits the budget. Raises ValueError, before
-    anything has moved, where it does not."""
+    """Move tokens to fewer bits, so that what comes fits the budget; steps that were captured
+    are captured anew then. Raises ValueError, before anything has moved, where it does not."""
     layers, budget = self.coded_layers, self.budget
     if all(x.is_initialized and x.store.fits(n) and batch <= x.store.batch for x in layers):
-        held = layers[0].store.length
-        if budget.shared(held) == budget.shared(held + n):
-            return  # its bytes were planned before
+        return  # its bytes were planned before
     plan = budget.plan(self.stands(batch, dtype), n)
+    self.runner.forget()
+    for table in self.reader.tables.values():  # before anything else is held twice
+        table.reach(budget.positions(plan[0].ends[-1]))
     for layer, stand in zip(layers, plan):
-        layer.planned = stand.ends
+        layer.planned, layer.ahead = stand.ends, stand.ahead
         if layer.is_initialized:
-            store, (first, *coded, _) = layer.store, stand.ends
+            layer.make_growing()
+            layer.store.ahead = stand.ahead
+            store, (first, *coded, last) = layer.store, stand.ends
             ends = [max(a, min(b, store.length)) for a, b in zip(store.ends[1:-1], coded)]
             store.settle((min(first, store.length), *ends, store.length), names=layer.names)
+            if store.capacity > room(last - coded[-1] + store.ahead):
+                store.make_room(store.offset + last - coded[-1])
+    for layer in layers if layers[0].is_initialized else ():  # only now what grows
+        _, *coded, last = layer.planned
+        layer.store.make_room(layer.store.offset + last - coded[-1])
+        _give_back(layer.store.device, budget.memory)
     budget.note(plan)
+
+
+def _give_back(device: torch.device, memory: int) -> None:
+    """Let others have what the allocator keeps of tensors that grew, where that is more than a
+    quarter of a budget: no later one, which is larger, would lie there."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated(device)
+        if torch.cuda.memory_reserved(device) - held > memory // 4:
+            torch.cuda.empty_cache()
 
 # %% ../../nbs/reference/hf_cache.ipynb #bfd4fd53
 @patch

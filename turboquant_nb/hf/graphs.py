@@ -42,7 +42,9 @@ class CapturedSteps:
         d += layer.store.value.q.d if layer.latent else 0
         group = layer.info.query_heads // layer.info.heads
         q = key_states.new_empty(b, h * group, 1, d).detach()
-        coder = ops.select_coder(layer.store, layer.backend)
+        tiered = layer.store.tiered  # nothing is coded in a step
+        exact = ops.Choice("exact", "")
+        coder = exact if tiered else ops.select_coder(layer.store, layer.backend)
         ask = dict(sliding_window=layer.sliding_window, backend=layer.backend)
         ask |= dict(latent=layer.latent)
         server = ops.select_backend(Call.of(q, layer.store, **ask))
@@ -57,8 +59,9 @@ class CapturedSteps:
         "Who would wait for the device, of those that code and attend."
         coding, attention = self.backends["coding"], self.backends["attention"]
         own = any(part.q.code.refuses("encode") for part in store.parts)  # no kernel codes it
-        out = [] if coding.backend == "triton" or own else [coding]
-        return out + ([] if ops.BACKENDS[attention.backend].recorded else [attention])
+        out = [] if coding.backend in ("triton", "exact") or own else [coding]
+        stays = attention.backend == "exact" or ops.BACKENDS[attention.backend].recorded
+        return out + ([] if stays else [attention])
 
     def hold_still(
         self,
@@ -103,7 +106,10 @@ def append(
     near = self.newest(layer.store, *states) if few else states
     if not torch.compiler.is_compiling():
         self.tail = near if few else None  # a replay leaves them there, for a crop after it
-    ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)
+    if layer.store.tiered:
+        layer.store.append(*states)
+    else:
+        ops.CODERS[self.backends["coding"].backend].append(layer.store, *states)
     return tuple(CodedStates(layer, x, 0, False, t) for x, t in zip(states, near))
 
 
@@ -279,10 +285,12 @@ def counted_by_device(
     the device counts. Without `max_length` it grows first where it is almost full: by an
     eighth, or by `_ROOM`."""
     new = copy(store)
-    if max_length is None and new.capacity - new.length < 64:
+    if new.tiered:
+        max_length = new.hold_still()
+    elif max_length is None and new.capacity - new.length < 64:
         make_room(new, _ROOM)
     new.max_length = max_length or new.capacity
-    if new.cos_sin is not None:
+    if new.key.q.centre.rotates:
         new.cos_sin.reach(new.max_length)
     new.clock = DeviceClock(new)
     new.clock.count(new.length)

@@ -62,7 +62,8 @@ class Reader:
         self.config = config
         self.asked = asked
         self.tables = {}  # cosines and sines of layers, by frequencies, head size and device
-        self.budget = None  # a `Budget`, which says whether anything is coded yet
+        # a `Budget`, which says whether anything is coded yet; whether graphs replay steps
+        self.budget, self.replays = None, False
         named = attention_name(config) is not None
         if asked == "codes" and named and (found := self.obstacle):
             raise ValueError(f"attention='codes' cannot be: {found.why}; {found.cure}")
@@ -90,8 +91,8 @@ class Reader:
 
     @property
     def plain(self) -> bool:
-        "Whether all tokens are still held as they came."
-        return self.budget is not None and not self.budget.entered
+        "Whether all tokens are still held as they came, and no graph reads them."
+        return self.budget is not None and not (self.replays or self.budget.entered)
 
     @property
     def on_codes(self) -> bool:
@@ -165,7 +166,8 @@ class TurboQuantLayer(CacheLayerMixin):
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
         self.scales_pairs = recipe.key.pair_scale != "none" and not tiers
-        self.tiers, self.planned = tiers, ()  # where tokens stand after the pass that comes
+        # under a budget: where tokens stand after the pass that comes, and room besides
+        self.tiers, self.planned, self.ahead = tiers, (), 0
 
     @property
     def on_codes(self) -> bool:
@@ -217,6 +219,7 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.tiers:
             code = partial(_code_block, self.backend, self.coded)
             self.store = TieredStore(self.tiers, *how, **rope, code=code)
+            self.store.ahead = self.ahead
         else:
             rope |= dict(self.clock.settings, tokens=n)
             self.store = KVStore(self.recipe, *how, length, **rope)

@@ -324,12 +324,12 @@ class StepRunner:
             return ""
         if layer.is_sliding:
             return "a sliding layer frees tokens; max_length and static=True keep them"
-        if store.tiered:
-            return "a budget moves tokens, and their tensors with them"
+        if store.tiered and tokens > 1:
+            return "a budget's steps are of one token"
         if any(x.q.code.refuses("capture") for x in store.parts):
             return "QJL residuals"
         if layer.patience or store._recent_from > max(0, store.length - store.recipe.recent):
-            return "tokens were cropped lately"
+            return "tokens were cropped lately, or rows moved"
         return ""
 
     # --- a call of the model
@@ -402,11 +402,14 @@ class StepRunner:
             for layer in layers:
                 layer.patience = max(0, layer.patience - 1)
             return None, forward
+        if cache.budget:
+            cache.make_room(step.tokens)
         self.settings = settings_digest(self.model())
         parts = self._parts(step)
         proof = (
             repr(step.kind),
             tuple(cache.recipes),
+            frozenset(tuple(r.recipe for r in x.store.runs) for x in layers),
             cache.backend,
             layers[0].store.dtype,
             self.graphs,
@@ -448,6 +451,7 @@ class StepRunner:
         the device needs. Where the step did not come, as between chunks of a prompt, it is left
         to the steps from then on."""
         idle = self.held or self.early == self.replayed or torch.is_grad_enabled()
+        idle = idle or self.cache().budget is not None  # whose step may be refused
         if idle or not self.attached or not (known := _PROVED.get(self.model())):
             return
         layers = self.cache().coded_layers
@@ -563,7 +567,7 @@ class StepRunner:
             captured.states.put()
             for x in layers:
                 x.captured.rings = None
-        captured.tables = [dict(s.plans) for s in stores]
+        captured.tables = [(dict(r.plans), r.rope_table) for s in stores for r in s.runs]
         captured.tensors = {name: x for name, x in out.items() if isinstance(name, str)}
         captured.tails = [
             (out[i, 0], out[i, 1]) if (i, 0) in out else None for i in range(len(layers))

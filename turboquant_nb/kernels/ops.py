@@ -7,7 +7,7 @@ __all__ = ['BLOCK', 'CPU', 'BACKENDS', 'CODERS', 'fused_attention', 'Flash', 'Bl
            'select_backend', 'serve', 'attend', 'attend_again', 'KernelCoder', 'TorchCoder', 'select_coder', 'append']
 
 # %% ../../nbs/21_backends.ipynb #7b9b38e4
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -387,11 +387,45 @@ def serve(
     else:
         *older, newest = in_runs(call._replace(recent=None))
         found = [_answer(select_backend(x).backend, x) for x in older]
-        flash = BACKENDS["flash"]
-        exact = attention.exact_answer if flash.unfit(newest) else flash.run
+        unfit = BACKENDS["flash"].unfit(newest)
+        exact = attention.exact_answer if unfit else BACKENDS["flash"].run
+        if call.store.clock.fixed and call.q.shape[2] == 1:
+            exact = partial(_exact_at, fused=not unfit)
         out, lse = reduce(_merge, [*found, exact(newest)], None)
         answer = Answer(out.to(call.q.dtype), lse)
     return with_sinks(*answer, call.rule.sinks)
+
+
+def _exact_at(
+    call: Call,  # of one query, to a `TieredStore` whose tensors do not move
+    fused: bool,  # by torch's fused attention, in pieces side by side, which are joined
+) -> Answer:
+    "Attention to exact tokens, as many as the device counts."
+    rule, store, q, *_ = call
+    (b, heads, n, d), h = q.shape, store.heads
+    states = [part.memory.states for part in store.parts]
+    at = torch.arange(store.capacity, device=q.device)[None] + store.offset
+    seen = at < store.clock.position
+    if any(store.ranges.starts):
+        seen = seen & (at >= store.start[:, None])
+    scaling = d**-0.5 if rule.scaling is None else rule.scaling
+    if not fused:
+        how = dict(mask=seen[:, None, None], softcap=rule.softcap)
+        return Answer(*attention.dense_attention(q, *states, scaling, **how))
+    blocks = store.key.memory.tiles  # a multiple of what `room` grows by
+    pieces = 1 if blocks < 64 else blocks >> blocks.bit_length() - 5
+    k, v = (x.view(b * h, pieces, -1, x.shape[3]) for x in states)
+    rows = q.reshape(b * h, 1, heads // h, d).expand(-1, pieces, -1, -1)
+    low = max(-1e30, torch.finfo(q.dtype).min / 2)
+    bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, low)
+    bias = bias.view(-1, 1, pieces, 1, k.shape[2]).repeat(1, 1, 1, heads // h, 1)
+    bias = bias.expand(b, h, -1, -1, -1).flatten(0, 1)
+    out, lse = fused_attention(rows, k, v, scaling, bias, False)
+    if pieces > 1:
+        out = (out.float() * lse.softmax(1)[..., None]).sum(1)
+        lse = lse.logsumexp(1)
+    shape = b, heads, n
+    return Answer(out.reshape(*shape, -1).to(q.dtype), lse.reshape(shape))
 
 
 def _as_one(call: Call) -> bool:
