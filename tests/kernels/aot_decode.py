@@ -162,7 +162,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         HAS_START=False,
         HAS_END=False,
         HAS_LENGTH=False,
-        HAS_PAIR=True,
+        HAS_PAIR=together < 16,  # so many are an engine's alone, whose exact keys have none
         SLIDING=False,
         CAPPED=False,
         FAST=fast,
