@@ -302,24 +302,6 @@ def test_what_would_not_stay_exact_is_coded_as_it_comes():
 
 
 @torch.no_grad()
-def test_layers_give_in_the_order_of_what_they_lose():
-    """A layer whose attention nothing reads gives first, though it is the first or the last
-    one, which come last where only a config is known."""
-    for i in (0, 3):
-        model = copy.deepcopy(tiny("llama", head_dim=16, num_hidden_layers=4))
-        model.model.layers[i].self_attn.o_proj.weight.zero_()
-        cache = TurboQuantCache(model, memory="300kB")
-        order = cache.report()["budget"]["order"]
-        assert order[0] == i and sorted(order) == [0, 1, 2, 3]
-        plain = TurboQuantCache(model.config, memory="300kB", frame=cache.frame)
-        for x, first in ((cache, i), (plain, 1)):
-            x.update(*torch.randn(2, 1, 2, 300, 16), 0)
-            ends = [y.planned or y.store.ends for y in x.coded_layers]
-            exact = [y[-1] - y[-2] for y in ends]
-            assert exact[first] == min(exact) < max(exact), exact
-
-
-@torch.no_grad()
 def test_what_is_not_captured_under_a_budget():
     """Drafts, beams, and sliding layers: the tokens are those of eager steps, and the report
     says why. Behind a crop steps are captured again."""
