@@ -251,11 +251,7 @@ def test_attention_on_codes_and_on_what_they_decode_to_agree(name, memory):
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize(
     "name, memory, tiers",
-    [
-        ("llama", "1GB", set()),
-        ("llama", 290_000, {4}),
-        ("gemma2", 220_000, {4, 3, 2}),
-    ],
+    [("llama", "1GB", set()), ("llama", 290_000, {4}), ("gemma2", 220_000, {4, 3, 2})],
 )
 def test_steps_are_captured_between_moves(name, memory, tiers, padded):
     """The tokens of eager steps, from graphs that are captured anew where tokens move or what
