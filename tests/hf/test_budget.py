@@ -255,8 +255,8 @@ def test_attention_on_codes_and_on_what_they_decode_to_agree(name, memory):
 )
 def test_steps_are_captured_between_moves(name, memory, tiers, padded):
     """The tokens of eager steps, from graphs that are captured anew where tokens move or what
-    is exact grows; after a crop and another prompt, too. Kills: a graph that goes on with
-    tensors that moved, or counts what it does not hold; a graph that is captured in each step."""
+    is exact grows, for another prompt, too. Kills: a graph that goes on with tensors that
+    moved, or counts what it does not hold; one that is captured in each step."""
     model = tiny(name, head_dim=16, max_position_embeddings=1024, sliding_window=4096)
     model.config.layer_types = ["full_attention"] * len(model.model.layers)
     how, outs = dict(memory=memory, full="evict", backend="torch"), []

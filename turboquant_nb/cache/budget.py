@@ -501,7 +501,7 @@ class Budget:
         return self.tables - (-self.positions(length) // GROWTH) * GROWTH * self.row
 
     def fits(self, sizes: list, length: int) -> bool:
-        "Whether layers of so many bytes do, and what a move makes beside one of them or tables."
+        "Whether layers of so many bytes do, and what is made beside one of them, or of tables."
         tables = self.shared(length)
         return sum(sizes) + max(*sizes, tables) + tables <= self.memory
 
