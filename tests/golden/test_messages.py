@@ -163,6 +163,7 @@ GONE: dict[str, str] = {
     "these tensors are not the state of a single store": "`files.Saved` names what is missing",
     "{} holds a single store, not a cache; read it with KVStore.load": "no such files",
     "only a filled cache whose layers are all coded can be saved": "others can be saved, too",
+    "tokens were cropped lately": "or rows moved",
 }
 
 

@@ -162,7 +162,7 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         HAS_START=False,
         HAS_END=False,
         HAS_LENGTH=False,
-        HAS_PAIR=True,
+        HAS_PAIR=together < 16,  # so many are an engine's alone, whose exact keys have none
         SLIDING=False,
         CAPPED=False,
         FAST=fast,
@@ -227,7 +227,11 @@ def transform(capability=90, d=128, rows=4):
     """The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows
     of a program, tensor cores for more."""
     types = TYPES | dict(ROTATION="*fp32", MORE="*fp32", OUT="*fp32")
-    few, options, constants = rows == 4, dict(num_warps=4), dict(D=d, ROWS=rows, HAS_PAIR=True, ADD=False)
+    few, options, constants = (
+        rows == 4,
+        dict(num_warps=4),
+        dict(D=d, ROWS=rows, HAS_PAIR=True, ADD=False),
+    )
     if few:
         fn = query._rotate_few_kernel
         constants |= dict(DP=decode_launch.padded_size(d), COLS=16, AFTER=capability >= 90)

@@ -113,7 +113,10 @@ def error(
     )
     book = {"codebook": codebook} if codebook else {}
     recipe = Recipe(
-        Spec(bits=bits[0], center=center, pair_scale=pair, **book), Spec(bits=bits[1], **book), sinks, recent
+        Spec(bits=bits[0], center=center, pair_scale=pair, **book),
+        Spec(bits=bits[1], **book),
+        sinks,
+        recent,
     )
     inv = 10000.0 ** (-torch.arange(0, d, 2) / d)
     frame = random_frame(heads, d, d)

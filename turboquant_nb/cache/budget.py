@@ -470,9 +470,6 @@ class Budget:
     row = 0  # bytes of a position's cosines and sines
     entered = ()  # tiers that hold tokens, or did
     at_once = False  # whether tokens are coded as they come, all but the newest
-    order = (
-        None  # numbers of layers, in which they give; None: the last and the first come last
-    )
 
     def __init__(
         self,
@@ -504,14 +501,14 @@ class Budget:
         return self.tables - (-self.positions(length) // GROWTH) * GROWTH * self.row
 
     def fits(self, sizes: list, length: int) -> bool:
-        "Whether layers of so many bytes do, and what a move makes beside one of them or tables."
+        "Whether layers of so many bytes do, and what is made beside one of them, or of tables."
         tables = self.shared(length)
         return sum(sizes) + max(*sizes, tables) + tables <= self.memory
 
     def steps(self, stands: list):
-        """(tier, layer) of who gives, in order: first what is exact, then most bits first;
-        sliding layers below 4 bits only after all others."""
-        exact, order = len(self.recipes), self.order or [*range(1, len(stands)), 0]
+        """(tier, layer) of who gives, in order: first what is exact, then most bits first; the
+        last and the first layer last, sliding ones below 4 bits only after all others."""
+        exact, order = len(self.recipes), [*range(1, len(stands)), 0]
         lower = range(exact - 1, 0, -1)
         for slides, tiers in ((0, [exact]), (1, [exact]), (0, lower), (1, lower)):
             mine = [j for j in order if (stands[j].window is not None) == slides]

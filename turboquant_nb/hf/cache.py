@@ -96,7 +96,6 @@ def _budget_of(cache) -> dict:
     line = f"\nof {budget.memory:,} bytes; tokens of a layer by bits: {have or 'none'}; "
     line += f"at the floor {budget.floor!r} {reach:,} fit"
     more = dict(memory=budget.memory, floor=budget.floor, full=budget.full)
-    more["order"] = budget.order
     return more | dict(tokens=tokens, reach=reach, line=line)
 
 
@@ -182,7 +181,7 @@ from turboquant_nb.hf.hooks import (
     serve_expansions,
     serve_handles,
 )
-from .frame import came_from, frame_of, order_of
+from .frame import came_from, frame_of
 from .attention import NAME, mask_on_codes
 from .layer import DRAFTS, MixedLayer, Reader, TurboQuantLayer
 from turboquant_nb.hf.model_info import (
@@ -488,7 +487,6 @@ class TurboQuantCache(Cache):
         if self.budget:
             self.reader.budget = self.budget
             self.budget.tables, self.budget.row = _table_bytes(self.coded_layers)
-            self.budget.order = None if own is None else order_of(own, tokenizer, self.info)
             self.check_reach(getattr(own, "dtype", None) or torch.float32, tokens)
         self.padding = RowStarts(self.coded_layers)
         self.flags = Flags()

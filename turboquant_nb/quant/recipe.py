@@ -132,14 +132,16 @@ def preset(
 ) -> Recipe:
     """A recipe by name: bits of keys, bits of values; 4 sinks, 16 recent tokens, or 64 where a
     side has 1 or 2 bits; what a model's frame has; scalar codes, or trellis codes ("k2v2" and
-    "-trellis"). Raises ValueError for a name that is not in `PRESETS`."""
+    "-trellis"), two bits of values without bias. Raises ValueError for a name that is not in
+    `PRESETS`."""
     k, v = PRESETS[checks.one_of(name, "preset", PRESETS)]
     key = Spec(bits=k, center="auto", pair_scale="auto")
     value = Spec(bits=v)
     recent = 16 if min(k, v) > 2 else 64
     if name == "k2v2" or name.endswith("-trellis"):
         key = replace(key, codebook="trellis")
-        value = replace(value, codebook="trellis")
+        # averages of least-squares codes are too short: of two bits by 7 %
+        value = replace(value, codebook="trellis", scale="unbiased" if v == 2 else "mse")
     return Recipe(key, value, recent=recent)
 
 
