@@ -443,7 +443,9 @@ def test_recipes_of_the_guide_are_recipes():
         assert f"`{name}`" in GUIDE_TEXT
         small, table = preset(name), preset(scalar)
         key = replace(small.key, codebook="sphere")
-        assert replace(small, key=key, value=replace(small.value, codebook="sphere")) == table
+        assert small.value.scale == ("unbiased" if name == "k2v2" else "mse")
+        value = replace(small.value, codebook="sphere", scale="mse")
+        assert replace(small, key=key, value=value) == table
 
 
 def test_every_other_number_of_the_guide_is_a_name_or_a_setting():
