@@ -108,7 +108,7 @@ class Call(NamedTuple):
     def divided(self) -> "Call":
         "With queries over the pair scale of their keys: what serves it need know of none."
         pair, q = self.store.key.frame.pair, self.q
-        if pair is None or q.ndim != 4 or q.device != pair.device:
+        if pair is None or not isinstance(q, Tensor) or q.ndim != 4 or q.device != pair.device:
             return self
         heads, groups = pair.shape[1], q.shape[1] // pair.shape[1]
         if [heads * groups, pair.shape[3]] != [q.shape[1], q.shape[3]]:

@@ -2203,5 +2203,5 @@ def mma_attention(
     shapes = dict(parts=parts.out.shape, lse_parts=parts.lse.shape)
     shapes |= {"bias": bias.shape} if biased else {}
     shapes |= {} if fast_k else {"rotated": rotated.shape}
-    shapes |= {} if fast else dict.fromkeys(("near", "rest"), out.shape)
+    shapes |= {} if fast else dict.fromkeys(("near", "rest"), (*x.q.shape[:3], s.dv))
     return (out, lse, Repeatable(splits, rule, shapes, [*launches, *last]) if last else None)

@@ -381,7 +381,8 @@ def serve(
     "Attention by the backend that `select_backend` gives, or gave."
     if not call.store.tiered:
         name = select_backend(call).backend if backend is None else backend
-        answer = _answer(name, call)
+        server = BACKENDS[name]
+        answer = server.run(call if server.divides else call.divided())
     elif _as_one(call):
         answer = _answer("flash", call._replace(recent=None))
     else:
