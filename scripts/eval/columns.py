@@ -272,7 +272,8 @@ def candidates(a, model, tokenizer, length=None):
     for name in PRESETS:
         yield name, "codes", None, ours(name)
     for name, (how, scales) in product(PRESETS, SCALES.items()):
-        yield f"{name}, {how}", "codes", None, ours(scaled(name, *scales))
+        if (recipe := scaled(name, *scales)) != preset(name):
+            yield f"{name}, {how}", "codes", None, ours(recipe)
     for name in ("fp8-head", "fp8-tensor"):
         yield name, "codes", None, lambda _protocol, name=name: as_candidate(model, name)
     fp8 = cache(lambda: fp8_calibrated(model, tokenizer))

@@ -62,8 +62,7 @@ class CellPlan(CellCodes):
         self.angles = None  # `AngleTables` of a centre that turns
         # what queries are multiplied by, behind a pair scale that they are divided by, where
         # the transform of keys is both: kernels need no matrix of each head then
-        factors = getattr(key.rotation, "factors", None)
-        self.query_rotation, pair = factors or (key.rotation, None)
+        self.query_rotation, pair = key.rotation.factors or (key.rotation, None)
         self.pair = None if pair is None else pair[None, :, None]
         self.coded_center = None  # as keys are coded, [1, H, 1, d_key]
         if center is not None:

@@ -368,12 +368,6 @@ def _choice_of_runs(call: Call) -> Choice:
     return select_backend(oldest) if newer else Choice("exact", "")
 
 
-def _answer(name: str, call: Call) -> Answer:
-    "By the backend of this name."
-    backend = BACKENDS[name]
-    return backend.run(call if backend.divides else call.divided())
-
-
 def serve(
     call: Call,  # in the frame of its store, see `Call.into_frame`
     backend: str | None = None,  # a name in `BACKENDS`, chosen before; None: it is chosen now
@@ -384,10 +378,10 @@ def serve(
         server = BACKENDS[name]
         answer = server.run(call if server.divides else call.divided())
     elif _as_one(call):
-        answer = _answer("flash", call._replace(recent=None))
+        answer = BACKENDS["flash"].run(call._replace(recent=None))
     else:
         *older, newest = in_runs(call._replace(recent=None))
-        found = [_answer(select_backend(x).backend, x) for x in older]
+        found = [serve(x) for x in older]
         unfit = BACKENDS["flash"].unfit(newest)
         exact = attention.exact_answer if unfit else BACKENDS["flash"].run
         if call.store.clock.fixed and call.q.shape[2] == 1:

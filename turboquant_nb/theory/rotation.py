@@ -168,6 +168,8 @@ class Transform:
     d: int  # size of the vectors
     matrix: Tensor  # [d, d]; with a matrix for every head, [heads, d, d]
     per_head = False  # whether each head has its own; vectors are [..., heads, n, d] then
+    # (`Rotation`, scales of what it rotates), where it is known to be their product
+    factors = None
     form = "matrix"  # "sylvester" tells kernels that butterflies of ±1 will do
     seeded = False  # whether `make_rotation(kind, d, seed)` makes it again
 
