@@ -2,6 +2,7 @@
 for one with AVX2 and for any: random recipes, shapes, ranges, crops, evictions."""
 
 import ctypes
+import itertools
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -23,9 +25,12 @@ from turboquant_nb.cache.disk import state_of
 from turboquant_nb.cache.store import KVStore
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.cpu import Cpu, Library
+from turboquant_nb.quant import codes
+from turboquant_nb.quant.codes import find_code
 from turboquant_nb.quant.quantizer import Spec, decided
 from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
+from turboquant_nb.theory.trellis import TRELLISES, Trellis
 
 
 FREQ = 100.0 ** (-torch.arange(8) / 8)
@@ -131,6 +136,36 @@ def test_windows_give_the_attention_of_the_reference(bits, d, kernel):
     store.append(*torch.randn(2, 2, 2, 300, d, generator=g) + 0.3)
     q = torch.randn(2, 8, 1, d, generator=g)
     close(serve(kernel, q, store), attention.attend(q, store))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_a_search_finds_the_symbols_of_the_reference(bits, kernel):
+    x = torch.randn(43, 128, generator=torch.Generator().manual_seed(bits))
+    x[3], x[4, 2], x[5] = 0.0, 1e4, -1e9  # ties everywhere, values that no level is near to
+    for start, n in itertools.product(("zero", "tail"), (16, 33, 128)):
+        trellis = replace(TRELLISES[bits], start=start)
+        rows = x[:, :n]
+        want = trellis.encode(rows)
+        for threads in (1, 2):
+            with patch.object(torch, "get_num_threads", lambda threads=threads: threads):
+                assert torch.equal(kernel.library.search(trellis, rows), want)
+        other = replace(trellis, levels=trellis.levels[::-1])
+        assert not torch.equal(kernel.library.search(other, rows), want)
+    poisoned = torch.full((1, 16), float("nan"))
+    assert torch.equal(
+        kernel.library.search(trellis, poisoned), trellis.encode(torch.zeros(1, 16))
+    )
+    with pytest.raises(ValueError, match="2\\*\\*bits states or more"):
+        kernel.library.search(Trellis(4, 6, (3,), (-1.0, 1.0)), rows)
+
+
+def test_a_code_by_windows_is_searched_without_a_compiler_too(monkeypatch):
+    code, x = find_code(Spec(2, codebook="trellis"), 64), torch.randn(5, 64)
+    found = code.encode(x)
+    monkeypatch.setitem(codes.KERNELS, "cpu", Library(compiler="no-such-compiler"))
+    assert torch.equal(code.encode(x), found)
+    monkeypatch.setitem(codes.KERNELS, "cpu", SimpleNamespace(why="", search=lambda t, x: -x))
+    assert not torch.equal(code.encode(x), found)
 
 
 def test_a_transform_for_each_head(kernel):
@@ -246,12 +281,14 @@ def test_a_compiler_that_fails_without_a_word(tmp_path):
 # compiles at once
 EMPTY = """
 extern "C" void attend(void *) {}
+extern "C" void search() {}
 extern "C" long long code(void *, void *) { return 0; }
 """
 PLANTED = """
 #include <cstdio>
 #include <cstdlib>
 extern "C" void attend(void *) {}
+extern "C" void search() {}
 extern "C" long long code(void *, void *) { return 0; }
 __attribute__((constructor)) static void ran() { std::fclose(std::fopen(PLACE, "w")); }
 """

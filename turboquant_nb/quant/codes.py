@@ -211,13 +211,14 @@ def lane_order(
 
 # %% ../../nbs/12_codes.ipynb #ed010e80
 # "encode": what finds symbols on a GPU, a function of (trellis, rows, levels, levels by
-# window); "few": the same in one launch, see page kernels_viterbi
+# window); "few": the same in one launch, see page kernels_viterbi; "cpu": what does on a
+# processor, see `kernels.cpu.Library.search`
 KERNELS = {}
 
 # %% ../../nbs/12_codes.ipynb #ed010e85
 class TrellisCode(Code):
-    """Vectors of d channels by one trellis, chained in the order of `lane_order`. On a GPU the
-    kernel of `KERNELS` finds the symbols."""
+    """Vectors of d channels by one trellis, chained in the order of `lane_order`. Where there is
+    one, a kernel of `KERNELS` finds the symbols."""
 
     def __init__(
         self,
@@ -301,6 +302,9 @@ def encode(self: TrellisCode, u):
         return fitted[0]
     levels, index, order, place = self.tables
     rows = self.trellis.rows(u.float()[..., order])
+    library = None if torch.compiler.is_compiling() else KERNELS.get(rows.device.type)
+    if library and not library.why:
+        return library.search(self.trellis, rows).view(u.shape)[..., place]
     windows, _ = viterbi(rows, levels, index, self.trellis.bits, self.trellis.start)
     return self.trellis.symbols(windows).view(u.shape)[..., place]
 
