@@ -30,7 +30,7 @@ def build(kernel, bits, codebook, capability=90, d=128, block=32):
         sizes = dict(N=d, MASKS=t.masks, S=t.states, BITS=bits, TURNS=1 + circular, B=block)
         return compiled(viterbi._viterbi_kernel, "*i32", sizes, capability, block // 32)
     held, turns = -(-t.length // bits) - 1, 1 + circular
-    sizes = dict(N=d, NP=d, S=t.states, BITS=bits, HELD=held, TURNS=turns)
+    sizes = dict(N=d, NP=d, MASKS=t.masks, S=t.states, BITS=bits, HELD=held, TURNS=turns)
     return compiled(viterbi._few_kernel, "*u8", sizes, capability, 1)
 
 

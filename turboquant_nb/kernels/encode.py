@@ -1471,7 +1471,7 @@ def search_few(
     to: tuple,  # symbols [n, d] uint8, products [n], squares [n]: all are written
 ) -> None:
     "A search, by a warp for each vector."
-    KERNELS["few"](code.trellis, x, code.windows.levels, *to)
+    KERNELS["few"](code.trellis, x, code.tables[0], code.windows.levels, *to)
 
 # %% ../../nbs/18_encode.ipynb #2389b650
 _ROTATED = WeakIdKeyDictionary()  # by the means of layers, which live as long as their frames

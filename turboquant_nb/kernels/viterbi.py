@@ -138,8 +138,91 @@ def _viterbi_kernel(
 
 # %% ../../nbs/reference/kernels_viterbi.ipynb #40b0few2
 @triton.jit
+def _few_step(
+    cost,
+    path,
+    x,
+    level,
+    reads,
+    S: tl.constexpr,
+    BITS: tl.constexpr,
+    MASKS: tl.constexpr,
+    FOLLOW: tl.constexpr,
+):
+    """A step of (10.3) by a warp, whose lane has the states 32 r + lane; x is alike in all lanes,
+    `level` and `reads` are a level and the index of the window that is the lane's number.
+    FOLLOW: 1 passes paths on, 2 appends a symbol to them."""
+    K: tl.constexpr = 2**BITS
+    EACH: tl.constexpr = 32 // K
+    lane = tl.arange(0, 32)
+    d = x - level
+    away = ((d * d * _UNIT + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000) << BITS
+    costs, paths = (), ()
+    for r in tl.static_range(S // 32):
+        best = lane * 0 + 2147483647
+        for h in tl.static_range(K):
+            # the state before is h S/K + s // K: those of a register are in one
+            there = cost[(h * (S // K) + r * EACH) // 32]
+            before = tl.gather(there, (h * (S // K) + r * EACH) % 32 + lane // K, 0)
+            # an index is a sum of parities, so what it is of a sum of windows
+            more = tl.gather(away, reads ^ _read_by(h * S + 32 * r, MASKS), 0)
+            best = tl.minimum(best, before + more)
+        if FOLLOW > 0:
+            at = (best & (K - 1)) * (S // K) + r * EACH + lane // K
+            to = tl.gather(path[0], at % 32, 0)
+            for g in tl.static_range(1, S // 32):
+                to = tl.where(at // 32 == g, tl.gather(path[g], at % 32, 0), to)
+            if FOLLOW > 1:
+                to = to * K + lane % K
+            paths = paths + (to,)
+        costs = costs + ((best & -K) | (32 * r + lane) // (S // K),)
+    return costs, paths if FOLLOW > 0 else path
+
+
+@triton.jit
+def _own_states(S: tl.constexpr):
+    states = ()
+    for r in tl.static_range(S // 32):
+        states = states + (32 * r + tl.arange(0, 32),)
+    return states
+
+
+@triton.jit
+def _begin(begin, around, S: tl.constexpr, BITS: tl.constexpr):
+    "Costs before the first channel: of any state none, or of that alone."
+    cost = ()
+    for r in tl.static_range(S // 32):
+        s = 32 * r + tl.arange(0, 32)
+        cost = cost + (tl.where((s == begin) | around, 0, _FAR) | s // (S >> BITS),)
+    return cost
+
+
+@triton.jit
+def _least(cost, S: tl.constexpr, BITS: tl.constexpr):
+    "The first state of least cost."
+    K: tl.constexpr = 2**BITS
+    low = cost[0] & -K
+    for r in tl.static_range(1, S // 32):
+        low = tl.minimum(low, cost[r] & -K)
+    low = tl.min(low, 0)
+    at = tl.arange(0, 32) * 0 + S
+    for r in tl.static_range(S // 32):
+        at = tl.minimum(at, tl.where((cost[r] & -K) == low, 32 * r + tl.arange(0, 32), S))
+    return tl.min(at, 0)
+
+
+@triton.jit
+def _eight(x_at, t, N: tl.constexpr):
+    "Channels t to t + 7 of a circle, in lanes, within reach; NaN is 0."
+    x = tl.load(x_at + (t + tl.arange(0, 32) % 8) % N)
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -_REACH), _REACH)
+
+# %% ../../nbs/reference/kernels_viterbi.ipynb #40b0few3
+@triton.jit
 def _few_kernel(
     X,
+    LEVELS,
     BY_WINDOW,
     BACK,
     OUT,
@@ -147,6 +230,7 @@ def _few_kernel(
     SQUARE,
     N: tl.constexpr,
     NP: tl.constexpr,
+    MASKS: tl.constexpr,
     S: tl.constexpr,
     BITS: tl.constexpr,
     HELD: tl.constexpr,
@@ -157,45 +241,52 @@ def _few_kernel(
     x_at = X + v * N
     out = OUT + v * N
     back = BACK + v * (N // 8 * S)
-    s = tl.arange(0, S)
-    levels = ()
-    for h in tl.static_range(K):
-        levels = levels + (tl.load(BY_WINDOW + h * S + s),)
+    lane = tl.arange(0, 32)
+    level = tl.load(LEVELS + lane % (2 ** len(MASKS)))
+    reads = lane * 0
+    for j in tl.static_range(len(MASKS)):
+        bits = lane & MASKS[j]
+        bits = bits ^ bits >> 4
+        bits = bits ^ bits >> 2
+        reads = reads | ((bits ^ bits >> 1) & 1) << j
     begin = 0
-    for turn in range(TURNS):
-        around = turn + 1 < TURNS
-        shift = tl.where(around, N // 2, 0)
-        cost = tl.where(around | (s == begin), 0, _FAR) | s // (S // K)
-        for block in range(N // 8):
-            path = s
+    if TURNS > 1:
+        cost = _begin(0, True, S, BITS)
+        own = _own_states(S)
+        for block in range(N // 16):
+            x = _eight(x_at, block * 8 + N // 2, N)
             for i in tl.static_range(8):
-                x = tl.load(x_at + (block * 8 + i + shift) % N)
-                x = tl.where(x == x, x, 0.0)
-                x = tl.minimum(tl.maximum(x, -_REACH), _REACH)
-                best = s * 0 + 2147483647
-                for h in tl.static_range(K):
-                    d = x - levels[h]
-                    whole = (d * d * _UNIT + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-                    before = tl.gather(cost, h * (S // K) + s // K, 0)
-                    best = tl.minimum(best, before + (whole << BITS))
-                left = best & (K - 1)
-                path = tl.gather(path, left * (S // K) + s // K, 0) * K + (s & (K - 1))
-                cost = (best & -K) | s // (S // K)
-            tl.store(back + block * S + s, path)
-        own = cost & -K
-        state = tl.min(tl.where(own == tl.min(own, 0), s, S), 0)
-        if TURNS > 1:
-            state = tl.where(around, state, begin)
-        tl.debug_barrier()
-        eight = tl.arange(0, 8)
-        for i in range(tl.where(around, N // 16, N // 8)):
-            block = N // 8 - 1 - i
-            path = tl.load(back + block * S + state)
-            symbols = (path >> ((7 - eight) * BITS)) & (K - 1)
-            tl.store(out + block * 8 + eight, symbols.to(tl.uint8), mask=turn + 1 == TURNS)
-            state = path >> (8 * BITS)
-        begin = state
-        tl.debug_barrier()
+                here = tl.gather(x, lane * 0 + i, 0)
+                cost, own = _few_step(cost, own, here, level, reads, S, BITS, MASKS, 0)
+        for block in range(N // 16):
+            x = _eight(x_at, block * 8, N)
+            for i in tl.static_range(8):
+                here = tl.gather(x, lane * 0 + i, 0)
+                cost, own = _few_step(cost, own, here, level, reads, S, BITS, MASKS, 1)
+        last = _least(cost, S, BITS)
+        seam = lane * 0 + S
+        for r in tl.static_range(S // 32):
+            seam = tl.minimum(seam, tl.where(32 * r + lane == last, own[r], S))
+        begin = tl.min(seam, 0)
+    cost = _begin(begin, False, S, BITS)
+    for block in range(N // 8):
+        path = _own_states(S)
+        x = _eight(x_at, block * 8, N)
+        for i in tl.static_range(8):
+            here = tl.gather(x, lane * 0 + i, 0)
+            cost, path = _few_step(cost, path, here, level, reads, S, BITS, MASKS, 2)
+        for r in tl.static_range(S // 32):
+            tl.store(back + block * S + 32 * r + lane, path[r])
+    state = begin if TURNS > 1 else _least(cost, S, BITS)
+    tl.debug_barrier()
+    eight = tl.arange(0, 8)
+    for i in range(N // 8):
+        block = N // 8 - 1 - i
+        path = tl.load(back + block * S + state)
+        symbols = (path >> ((7 - eight) * BITS)) & (K - 1)
+        tl.store(out + block * 8 + eight, symbols.to(tl.uint8))
+        state = path >> (8 * BITS)
+    tl.debug_barrier()
     t = tl.arange(0, NP)
     window = t * 0
     for i in tl.static_range(HELD + 1):
@@ -211,8 +302,9 @@ def _few_kernel(
 
 # %% ../../nbs/reference/kernels_viterbi.ipynb #c4a1ed50
 def find_few(
-    trellis: Trellis,
+    trellis: Trellis,  # of a multiple of 32 states
     x: Tensor,  # [N, n] fp32, contiguous; n a multiple of 8, of 16 for windows of a circle
+    levels: Tensor,  # [2**m] fp32, at most 32
     by_window: Tensor,  # [2**L] fp32, the level of each window
     out: Tensor,  # [N, n] uint8, written
     dot: Tensor,  # [N] fp32, written: x @ levels
@@ -221,9 +313,10 @@ def find_few(
     "`find_symbols` by a warp for each vector."
     (count, n), bits = x.shape, trellis.bits
     back = torch.empty(count * n // 8 * trellis.states, dtype=torch.int32, device=x.device)
-    sizes = dict(N=n, NP=triton.next_power_of_2(n), S=trellis.states, BITS=bits)
+    sizes = dict(N=n, NP=triton.next_power_of_2(n), MASKS=trellis.masks)
+    sizes |= dict(S=trellis.states, BITS=bits)
     sizes |= dict(HELD=-(-trellis.length // bits) - 1, TURNS=1 + (trellis.start == "tail"))
-    args = x, by_window, back, out, dot, square, *sizes.values()
+    args = x, levels, by_window, back, out, dot, square, *sizes.values()
     launch(_few_kernel, (count, 1, 1), *args, num_warps=1)
 
 # %% ../../nbs/reference/kernels_viterbi.ipynb #be3da66a
@@ -262,8 +355,10 @@ def find_symbols(
     block = block or (1 if count <= 2 * programs else 32)
     if turns == 2 and n % 16:  # the seam is not between two groups of eight symbols
         block = max(block, 32)
+    if trellis.states % 32 or len(levels) > 32:  # states and levels do not fill lanes
+        block = max(block, 32)
     if block == 1:
-        find_few(trellis, x, by_window, out, *sums)
+        find_few(trellis, x, levels, by_window, out, *sums)
         return out, *sums
     programs = min(programs, -(-count // block))
     words = -(-trellis.states // (32 // (bits + bits // 3)))
