@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import aot_decode
 import aot_encode
+import aot_viterbi
 
 SHARED = {
     75: 64,
@@ -20,6 +21,7 @@ SHARED = {
     89: 99,
     90: 227,
     100: 227,
+    120: 99,
 }  # KiB of shared memory that a block may have; CUDA C++ Programming Guide, capabilities
 HALF = {75: "fp16"}  # what 16-bit floats a GPU multiplies; bf16 from 8.0 on
 
@@ -48,6 +50,8 @@ KERNELS = {
     "encode, step": lambda c: aot_encode.build(
         c, n=1, dtype=torch.float16 if c in HALF else torch.bfloat16
     ),
+    "search, prompt": lambda c: aot_viterbi.build("viterbi", 2, "trellis", c),
+    "search, step": lambda c: aot_viterbi.build("few", 2, "trellis", c),
 }
 
 

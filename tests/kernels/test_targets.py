@@ -209,17 +209,21 @@ def table():
     reason="needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here",
 )
 def test_what_compiles_is_what_the_page_says():
-    """All of it with TURBOQUANT_SLOW=1; what a T4 needs always, and that the tensor-core kernel
-    is not for it."""
+    """All of it with TURBOQUANT_SLOW=1; what a T4 needs always, and the tensor-core kernel for
+    each generation, which is not for a T4."""
     said = table()
-    assert {t for _, t in said} == {75, 80, 86, 89, 90, 100} and len(said) == 6 * len(
+    assert {t for _, t in said} == {75, 80, 86, 89, 90, 100, 120} and len(said) == 7 * len(
         {k for k, _ in said}
     )
     slow = bool(os.environ.get("TURBOQUANT_SLOW"))
     jobs = (
         list(said)
         if slow
-        else [("decode, portable", 75), ("join of parts", 75), ("decode, tensor cores", 75)]
+        else [
+            *((name, 75) for name in ("decode, portable", "join of parts")),
+            *(("decode, tensor cores", target) for target in (75, 80, 89, 90, 100, 120)),
+            ("search, step", 120),
+        ]
     )
     for job, x in compiled(jobs).items():
         assert x.get("fits", False) == said[job], x
