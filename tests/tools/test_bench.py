@@ -314,7 +314,7 @@ def test_a_kind_of_engine_has_the_gate_of_its_model():
     assert kept == ["bf16"] and not gate["passed"], "ours have"
 
 
-def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
+def test_engines_start_together_and_are_measured_alone(monkeypatch):
     log = []
 
     class Engine:
@@ -336,10 +336,8 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
         wait_ready = kill = wait = lambda self: None
 
     monkeypatch.setattr(serving, "Engine", Engine)
-    (tmp_path / "turn").touch()
     a = SimpleNamespace(kinds=["bf16", "red", "k3v3-128", "late"], cache_gib=[4, 3, 2, 1])
     a.until, a.seconds, a.least, a.gpus, a.together = 10**6, 9, 0, 1, 2
-    a.turn = str(tmp_path / "turn")
     got = [*serving.rows(a, ["bf16", "k3v3-128", "late", "fp8"])]
     assert log == [
         "go bf16 4",
