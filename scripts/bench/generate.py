@@ -236,11 +236,17 @@ def on_kernels(cache):
     return r
 
 
+def reset_peak():
+    "Of the allocator of the GPU, if there is one."
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
 def clean():
     "Nothing of an earlier cache is left, one that refers to itself neither."
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
 
 
 def peak(weights, name="peak_bytes"):
@@ -283,7 +289,7 @@ def measure(model, kind, recipe, case: Context, mode, seconds):
         wait()
         row["cache_bytes"] = torch.cuda.memory_allocated() - weights
         row |= peak(weights, "filling_peak_bytes")
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         step = step_of(model, cache, batch)
         row |= step_times(replayed(step) if mode == "graph" else step, seconds=seconds)
         row["tokens_s"] = batch / row["p50"] * 1e3
@@ -464,7 +470,7 @@ def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
         if held:
             with torch.no_grad():
                 fill(one, cache.split()[0], model.config, batch, prompt)
-            torch.cuda.reset_peak_memory_stats()
+            reset_peak()
             for i in range(repeats + 1):
                 ids = random_ids(model, batch, int(one.get_seq_length()) + 1, i)
                 took.append(call(model, ids, new, one))
