@@ -8,11 +8,11 @@ __all__ = ['app', 'bars', 'rich_text', 'hooks', 'consoles', 'tables', 'results',
            'RECIPE', 'RECIPES', 'lazy', 'Takes', 'spread', 'can_draw', 'whole', 'number', 'size', 'in_words', 'Usage',
            'at_fault', 'message', 'option', 'options', 'option_name', 'Typed', 'command', 'version', 'group', 'run',
            'show_table', 'Stage', 'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'writing',
-           'ends_gently', 'check_name', 'read_input', 'read_config', 'config_of', 'tokenizer_of', 'check_model',
-           'check_fits', 'Prompt', 'read_prompt', 'is_templated', 'tokens_of', 'read_texts', 'Attention', 'Weights',
-           'Source', 'Offloading', 'Loaded', 'opened', 'load', 'pick_device', 'usual_dtype', 'context_length',
-           'about_run', 'read_bits', 'Changes', 'check_recipe_name', 'read_recipe', 'recipe_data', 'Calibrated',
-           'check_calibration_name', 'Asked', 'asked_caches', 'OneRecipe', 'OneCache']
+           'ends_gently', 'check_name', 'read_input', 'read_config', 'config_of', 'check_model', 'check_fits', 'Prompt',
+           'read_prompt', 'is_templated', 'tokens_of', 'read_texts', 'Attention', 'Weights', 'Source', 'Offloading',
+           'Loaded', 'opened', 'load', 'pick_device', 'usual_dtype', 'context_length', 'about_run', 'read_bits',
+           'Changes', 'check_recipe_name', 'read_recipe', 'recipe_data', 'Calibrated', 'check_calibration_name',
+           'Asked', 'asked_caches', 'OneRecipe', 'OneCache']
 
 # %% ../../nbs/reference/cli_app.ipynb #c626b978
 import inspect
@@ -886,37 +886,18 @@ def read_config(
             raise ValueError(f"{file} is damaged in its head ({error})") from error
 
 
-def _or_none(read: Callable, model: str):
-    "What `read` makes of a model; None where it fails: loading the model then says why."
-    try:
-        return read(model)
-    except (ImportError, KeyError, OSError, TypeError, ValueError):
-        return None
-
-
 def config_of(
     model: str,  # as --model takes it
 ):
-    """`read_config`, or None: for what cannot be read, and for a GGUF file, whose vocabulary
-    takes so long that loading it may as well say what does not fit."""
-    return None if model.endswith(".gguf") else _or_none(read_config, model)
-
-
-def tokenizer_of(
-    model: str,  # as --model takes it
-):
-    """The tokenizer of a folder, a .gguf file, a hub id or "embedded", without the weights;
-    None where it cannot be read (the embedded model before it was loaded once)."""
-    return _or_none(_read_tokenizer, model)
-
-
-def _read_tokenizer(model: str):
-    with hushed():
-        if model == "embedded":
-            model = models.float32_copy(models.cache_dir() / models.SMOLLM2.member)
-        where, file, _ = models.locate_model(model)
-        how = {} if file is None else {"gguf_file": file}
-        return transformers.AutoTokenizer.from_pretrained(where, **how)
+    """`read_config`, or None: for what cannot be read, of which loading then says why, and for
+    a GGUF file, whose vocabulary takes so long that loading it may as well say what does not
+    fit."""
+    if model.endswith(".gguf"):
+        return None
+    try:
+        return read_config(model)
+    except (ImportError, KeyError, OSError, TypeError, ValueError):
+        return None
 
 
 def check_model(
@@ -967,22 +948,24 @@ def read_prompt(prompt: Prompt) -> str:
         raise Usage(f"{more[0]}: not allowed with {first} (see turboquant generate --help)")
     if prompt.stdin not in (None, "-"):
         raise Usage(f"what is {prompt.stdin!r}? A prompt is given by {ways}")
-    path = prompt.stdin or prompt.file
-    if path is None:
+    if prompt.prompt is not None:
         where = "--prompt"
         text = prompt.prompt
+    elif prompt.file is not None:
+        where = f"the file {prompt.file}"
+        text = _decoded(prompt.file, where)
     else:
-        where = "standard input" if path == "-" else f"the file {path}"
-        text = _decoded(path, where)
+        where = "standard input"
+        text = _decoded(None, where)
     if not text.strip():
         raise Usage(f"the prompt is empty ({where})")
     return text
 
 
-def _decoded(path: str, where: str) -> str:
-    "A whole file, or standard input for -, as text."
+def _decoded(path: str | None, where: str) -> str:
+    "A whole file, or standard input where no path is given, as text."
     try:
-        if path != "-":
+        if path is not None:
             return Path(path).read_text(encoding="utf-8-sig")
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -1021,15 +1004,7 @@ def read_texts(
     names: list | None,  # of files; None or empty: no text was asked for
 ) -> list | None:  # of str
     "The texts of --text. Raises Usage for one that cannot be read."
-    texts = []
-    for name in names or ():
-        try:
-            texts.append(Path(name).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise Usage(f"--text {name}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise Usage(f"--text {name}: not UTF-8 text (byte {error.start})") from error
-    return texts or None
+    return [_decoded(name, f"the text {name}") for name in names or ()] or None
 
 # %% ../../nbs/reference/cli_app.ipynb #b77f622a
 class Attention(StrEnum):
@@ -1394,24 +1369,16 @@ class Calibrated:
     )
 
     def check(self) -> None:
-        """Raise Usage, before a model is loaded, for a calibration that is not there or does
-        not allow the budget."""
+        "Raise Usage, before a model is loaded, for a calibration that is not there."
         file = self.calibration
-        budget = self.budget
         if not file:
-            if budget is not None:
+            if self.budget is not None:
                 needs = "--calibration FILE_OR_HUB_ID, from turboquant calibrate --layers"
                 raise Usage(f"--budget needs {needs}")
             return
         check_calibration_name(file)
         if Path(file).is_dir():
             raise Usage(f"--calibration {file}: expected a file or a hub id, got a folder")
-        with at_fault(FileNotFoundError, ValueError, where=f"--calibration {file}: "):
-            found = calibrations.load_calibration(file)
-            if budget is not None:
-                layers = len((found.header.get("losses") or {"key": ()})["key"])
-                recipes = [quant.preset("k3v3")] * layers
-                calibrations.apply_bit_budget(recipes, found, budget)
 
 
 def check_calibration_name(

