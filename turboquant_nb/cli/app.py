@@ -7,12 +7,12 @@ __all__ = ['app', 'bars', 'rich_text', 'hooks', 'consoles', 'tables', 'results',
            'hub_errors', 'models', 'scores', 'quant', 'calibrations', 'checks', 'files', 'CHAT', 'DEVICE', 'PRESETS',
            'RECIPE', 'RECIPES', 'lazy', 'Takes', 'spread', 'can_draw', 'whole', 'number', 'size', 'in_words', 'Usage',
            'at_fault', 'message', 'option', 'options', 'option_name', 'Typed', 'command', 'version', 'group', 'run',
-           'show_table', 'Stage', 'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'writing',
-           'ends_gently', 'check_name', 'read_input', 'read_config', 'config_of', 'check_model', 'check_fits', 'Prompt',
-           'read_prompt', 'is_templated', 'tokens_of', 'read_texts', 'Attention', 'Weights', 'Source', 'Offloading',
-           'Loaded', 'opened', 'load', 'pick_device', 'usual_dtype', 'context_length', 'about_run', 'read_bits',
-           'Changes', 'check_recipe_name', 'read_recipe', 'recipe_data', 'Calibrated', 'check_calibration_name',
-           'Asked', 'asked_caches', 'OneRecipe', 'OneCache']
+           'show_table', 'Stage', 'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'ends_gently',
+           'check_name', 'read_input', 'read_config', 'config_of', 'check_model', 'check_fits', 'Prompt', 'read_prompt',
+           'is_templated', 'tokens_of', 'read_texts', 'Attention', 'Weights', 'Source', 'Offloading', 'Loaded',
+           'opened', 'load', 'pick_device', 'usual_dtype', 'context_length', 'about_run', 'read_bits', 'Changes',
+           'check_recipe_name', 'read_recipe', 'recipe_data', 'Calibrated', 'check_calibration_name', 'Asked',
+           'asked_caches', 'OneRecipe', 'OneCache']
 
 # %% ../../nbs/reference/cli_app.ipynb #c626b978
 import inspect
@@ -704,41 +704,14 @@ def _try_folder(folder: Path, what: str) -> None:
     if not folder.is_dir():
         raise Usage(f"{what}: there is no such folder")
     try:
-        with _scratch(folder) as scratch:  # a full disk still makes folders
+        # a full disk still makes folders
+        with tempfile.TemporaryDirectory(prefix=".turboquant-", dir=folder) as scratch:
             Path(scratch, "probe").write_bytes(bytes(4096))
     except OSError as error:
         # nothing is wrong with what was typed
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = RuntimeError if full else Usage
         raise kind(f"{what}: its folder cannot be written ({error.strerror})") from error
-
-
-def _scratch(folder: Path):
-    "A context that gives the name of a new folder in `folder`, which is gone at the end."
-    return tempfile.TemporaryDirectory(
-        prefix=".turboquant-", dir=folder, ignore_cleanup_errors=True
-    )
-
-# %% ../../nbs/reference/cli_app.ipynb #8ad3722c
-@contextmanager
-def writing(
-    path: Path,  # from `target_file`
-):
-    "A path to write a file to; it becomes `path` if the block ends well."
-    path = path.resolve()
-    try:
-        with _scratch(path.parent) as scratch:
-            new = Path(scratch) / path.name
-            yield new
-            if path.exists() and not path.is_file():
-                raise OSError(
-                    f"{path} has become something else than a regular file; it was not replaced"
-                )
-            os.replace(new, path)
-    except OSError as error:
-        if error.errno and not error.filename:  # a full disk names no file
-            error.filename = str(path)
-        raise
 
 # %% ../../nbs/reference/cli_app.ipynb #e5bc8b91
 @contextmanager

@@ -28,7 +28,6 @@ from turboquant_nb.cli.app import (
     scores,
     target_file,
     version,
-    writing,
 )
 from .proteins import Fit, fit_code
 
@@ -137,8 +136,7 @@ def _find_frame(name: str, reading, weights: Weights, output: Output, typed: Typ
         ids = None if texts is None else frames.text_ids(model, tokenizer, texts)
     with at_fault(ValueError), hushed():
         found = frames.find_frame(model, ids, tokenizer=tokenizer)
-    with writing(out) as new:
-        calibrations.save_calibration(found, new)
+    calibrations.save_calibration(found, out)
     _tell(found, name, output)
 
 
@@ -198,8 +196,7 @@ def calibrate(
                 if found is None:
                     raise
                 left = "the transforms, without the layers"
-    with writing(out) as new:
-        calibrations.save_calibration(found, new)
+    calibrations.save_calibration(found, out)
     _tell(found, target.out, output)
     if left:
         output.stopped(f"{target.out} has {left}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..hf import TurboQuantCache, TurboQuantLayer
-from ..cache.attention import with_sinks
+from ..cache.attention import dense_attention, with_sinks
 from ..hf.hooks import Attend, AttentionCall, hooked
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -819,12 +819,9 @@ def kept_tokens(
 
 def _dense(query, key, value, mask, scaling, softcap, s_aux):
     "Attention on dense tensors; a mask longer than the keys is cut to the newest."
-    n, T = query.shape[2], key.shape[2]
-    visible = causal_mask(n, T, query.device) if mask is None else mask[..., -T:]
-    exact = torch.ones(n, T, dtype=torch.bool, device=query.device)
-    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    k, v = (Pair(x, x) for x in (key, value))
-    return mixed_attention(query, k, v, exact, visible, scaling, softcap, s_aux)
+    mask = None if mask is None else mask[..., -key.shape[2] :]
+    out, lse = dense_attention(query, key, value, scaling, mask, softcap=softcap)
+    return with_sinks(out, lse, s_aux).out.transpose(1, 2)
 
 # %% ../../nbs/28_score.ipynb #51414c76
 def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:
