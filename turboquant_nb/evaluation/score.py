@@ -697,7 +697,6 @@ import math
 import torch.nn.functional as F
 
 from ..calibration.fit import observing
-from ..quant.recipe import Recipe, as_recipe
 from ..results import aligned
 
 # %% ../../nbs/28_score.ipynb #b37c3ddc
@@ -718,11 +717,8 @@ def _identity(candidate: Candidate | None) -> dict:
         return {"cache": "uncompressed", "recipe": None}
     recipe = candidate.recipe
     if isinstance(recipe, list):
-        recipe = [r.to_json() for r in map(as_recipe, recipe)]
-    return {
-        "cache": candidate.name,
-        "recipe": recipe.to_json() if isinstance(recipe, Recipe) else recipe,
-    }
+        return {"cache": candidate.name, "recipe": [r.to_json() for r in recipe]}
+    return {"cache": candidate.name, "recipe": recipe and recipe.to_json()}
 
 
 def perplexity(
