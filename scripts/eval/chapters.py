@@ -6,8 +6,8 @@ in a folder of its own (--installed: the one that is installed here). Kernels ar
 for each chapter: no cache of another run is read. Where there is a GPU, cells marked for one
 run too and nothing is interpreted; elsewhere Triton's interpreter runs kernels. --first names a
 folder that comes first on the path, with another transformers in it for one. A row says whether
-the chapter ran and in how many seconds, Python's start included. Gate: of three notebooks, one right, one
-wrong and one that does not end, each is told for what it is."""
+the chapter ran and in how many seconds, Python's start included. Gate: of three notebooks, one
+right, one wrong and one that does not end, each is told for what it is."""
 
 import json
 import os
