@@ -924,7 +924,7 @@ def read_prompt(prompt: Prompt) -> str:
     if prompt.prompt is not None:
         where = "--prompt"
         text = prompt.prompt
-    elif prompt.file is not None:
+    elif prompt.file not in (None, "-"):
         where = f"the file {prompt.file}"
         text = _decoded(prompt.file, where)
     else:
