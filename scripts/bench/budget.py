@@ -6,13 +6,15 @@ import time
 
 import torch
 from bench.cases import DEVICE, DTYPE, frames, wait
-from bench.generate import LLAMA, TINY, clean, make_model, random_ids
+from bench.generate import LLAMA, TINY, clean, make_model, random_ids, reset_peak
 from bench.timing import quantiles
 from transformers import DynamicCache
 
 from turboquant_nb import TurboQuantCache, checks
 
 SHARES = 0.5, 0.95, 1.5, 2, 3, 4, 5  # of the context that bf16 would hold in the budget
+FILL, STEPS = 4096, 16  # tokens of a chunk, steps that are timed at each length
+OPERATIONS = 16  # of a random run
 WIDE = TINY | dict(  # whose cache is that of a large model, and little else is
     hidden_size=1024, num_hidden_layers=4, num_key_value_heads=8, head_dim=128
 )
@@ -42,13 +44,6 @@ def grow(cache, model, tokens, batch=1):
         cache.update(*torch.randn(shape, device=DEVICE, dtype=model.dtype), i)
 
 
-def allocated(peak=True):
-    "Bytes of the allocator, of the GPU there is; 0 of a CPU."
-    if DEVICE == "cpu":
-        return 0
-    return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
-
-
 def fresh(model, kind, memory):
     "An empty cache of this kind: transformers' own, a fixed recipe, or a budget."
     if kind == "dynamic":
@@ -57,9 +52,9 @@ def fresh(model, kind, memory):
     return TurboQuantCache(model, frame=frames(model.config), **how)
 
 
-def stands_of(cache):
-    "Tokens of a layer by their bits, on average over layers."
-    tokens = cache.report()["budget"]["tokens"]
+def stands_of(report):
+    "Tokens of a layer by their bits, on average over layers, as a cache reports them."
+    tokens = report["budget"]["tokens"]
     return {b: sum(x.get(b, 0) for x in tokens) / len(tokens) for b in (16, 4, 3, 2)}
 
 
@@ -72,9 +67,9 @@ def curve(a):
     limit, began = memory // token_bytes(model), time.perf_counter()
     ids = random_ids(model, 1, 1, 0)
     for kind in ("budget", "dynamic", *a.beside):
-        if DEVICE != "cpu":
-            clean()
-        weights, cache, held = allocated(peak=False), fresh(model, kind, memory), 0
+        clean()
+        weights = torch.cuda.memory_allocated()
+        cache, held = fresh(model, kind, memory), 0
         step = lambda cache=cache: model(ids, past_key_values=cache)
         for share in SHARES:
             over = time.perf_counter() - began > a.seconds
@@ -82,28 +77,27 @@ def curve(a):
                 break
             filling, target = 0.0, int(share * limit)
             while held < target:
-                n = min(a.fill, target - held)
+                n = min(FILL, target - held)
                 filling += milliseconds(lambda c=cache, n=n: grow(c, model, n))
                 held += n
             for _ in range(3):
                 step()
-            times = [milliseconds(step) for _ in range(a.steps)]
+            times = [milliseconds(step) for _ in range(STEPS)]
             row = dict(part="curve", cache=kind, tokens=held, share=share, memory=memory)
             row |= quantiles(times) | dict(n=len(times), unit="ms", slowest=max(times))
             row |= dict(filling_ms=filling, bf16_bytes=held * token_bytes(model))
-            held += 3 + a.steps
+            held += 3 + STEPS
             if kind != "dynamic":
                 report = cache.report()
                 row |= {x: report[x] for x in ("nbytes", "served", "reasons", "coded")}
                 graphs = report["graphs"]
                 row |= {x: graphs.get(x) for x in ("captured", "replayed", "why_not")}
             if kind == "budget":
-                row |= dict(tokens_by_bits=stands_of(cache), reach=report["budget"]["reach"])
-            if DEVICE != "cpu":
-                row["peak_bytes"] = peak = allocated() - weights
-                row["reserved_bytes"] = torch.cuda.max_memory_reserved() - weights
-                if kind == "budget" and peak > 1.02 * memory:
-                    raise SystemExit(f"{peak:,} bytes were allocated of {memory:,}")
+                row |= dict(tokens_by_bits=stands_of(report), reach=report["budget"]["reach"])
+            row["peak_bytes"] = peak = torch.cuda.max_memory_allocated() - weights
+            row["reserved_bytes"] = torch.cuda.max_memory_reserved() - weights
+            if kind == "budget" and peak > 1.02 * memory:
+                raise SystemExit(f"{peak:,} bytes were allocated of {memory:,}")
             yield row
         del cache, step
 
@@ -117,14 +111,13 @@ class Random:
         self.model, self.rng, self.own = model, random.Random(seed), own
         self.memory = int(self.rng.uniform(1.5, 3) * 2**30 / (1 if DEVICE == "cuda" else 100))
         self.full = self.rng.choice(("error", "evict"))
-        self.before = allocated(peak=False)
+        self.before = torch.cuda.memory_allocated()
         how = dict(memory=self.memory, full=self.full, frame=frames(model.config))
         self.cache, self.batch, self.worst = TurboQuantCache(model, **how), 1, {}
 
     def watch(self, name, f, own=0):
         "Do something, and note the most bytes, over those of the budget."
-        if DEVICE == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         try:
             f()
         except ValueError as error:
@@ -132,19 +125,19 @@ class Random:
                 raise
             self.cache.recover()
             self.cache.reset()
-        taken = (allocated() - self.before - own) / self.memory
+        taken = (torch.cuda.max_memory_allocated() - self.before - own) / self.memory
         self.worst[name] = max(self.worst.get(name, 0.0), taken)
 
     def passes(self, n):
         "What a pass of so many tokens for each row takes beside its cache."
         ids = random_ids(self.model, self.batch, n, n)
         if (kind := (self.batch, n)) not in self.own:
-            lives, other = allocated(peak=False), DynamicCache(config=self.model.config)
-            if DEVICE == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            lives = torch.cuda.memory_allocated()
+            other = DynamicCache(config=self.model.config)
+            reset_peak()
             self.model(ids, past_key_values=other)
             cached = self.batch * n * token_bytes(self.model)
-            self.own[kind] = max(0, allocated() - lives - cached)
+            self.own[kind] = max(0, torch.cuda.max_memory_allocated() - lives - cached)
         run = lambda: self.model(ids, past_key_values=self.cache)
         self.watch(f"pass of {n}", run, self.own[kind])
 
@@ -186,18 +179,17 @@ def peaks(a):
         if time.perf_counter() - began > a.seconds:
             break
         run = Random(model, seed, own)
-        for _ in range(a.operations):
+        for _ in range(OPERATIONS):
             run.operate()
-        stands = stands_of(run.cache) if run.cache.get_seq_length() else {}
-        row = dict(part="peaks", seed=seed, memory=run.memory, full=run.full, n=a.operations)
+        stands = stands_of(run.cache.report()) if run.cache.get_seq_length() else {}
+        row = dict(part="peaks", seed=seed, memory=run.memory, full=run.full, n=OPERATIONS)
         row |= dict(worst=run.worst, p50=max(run.worst.values()), unit="of the budget")
         row |= dict(tokens_by_bits=stands)
         if row["p50"] > 1.02:
             raise SystemExit(f"more was allocated than the budget allows: {row}")
         yield row
         run.cache.reset()
-        if DEVICE == "cuda":
-            clean()
+        clean()
 
 
 def told(model):

@@ -62,9 +62,8 @@ DECODE = [
         (8, 4, 8, 64, 32768),
     )
 ]
-CASES = {  # bench, or bench and what it is truncated to
+CASES = {  # bench, or bench and those of its cases
     "decode_kernel": DECODE,
-    "decode_kernel, quick": DECODE[:3] + DECODE[8:9],
     "generate": [
         Context(*c)
         for c in (
@@ -79,7 +78,6 @@ CASES = {  # bench, or bench and what it is truncated to
         )
     ],
     "generate, transformers' caches": [Context(1, 8192), Context(8, 8192), Context(8, 32768)],
-    "generate, quick": [Context(1, 8192), Context(8, 32768)],
 }
 
 

@@ -1,5 +1,5 @@
 """Decode attention on codes against the best attention on bf16 and fp8, one NVIDIA GPU: run.py
-decode_kernel [--quick | --shapes SHAPE …] [--recipes NAME …] [--seconds S] [--after FILE]
+decode_kernel [--shapes SHAPE …] [--recipes NAME …] [--seconds S] [--after FILE]
 --out FILE.
 
 --shapes measures attention of one token on these shapes alone (8x8x4x128x32768: sequences, KV
@@ -401,9 +401,7 @@ def measure_chunks(case: Shape, chunk=2048, repeats=3, few=40):
 
 
 def options(p):
-    which = p.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_true", help="four cases only")
-    which.add_argument("--shapes", nargs="+", default=[], help="these alone")
+    p.add_argument("--shapes", nargs="+", default=[], help="these alone")
     p.add_argument("--recipes", nargs="+", default=[], help="presets, besides bits")
     p.add_argument("--seconds", type=float, default=0.1, help="measuring time of one row")
     p.add_argument("--after", help="rows of this earlier file are kept")
@@ -425,13 +423,13 @@ def rows(cases, a, known):
     yield from measure_appends(a.recipes)
     for i, case in enumerate(cases):
         if case not in have:
-            every = i == 0 and whole and not a.quick
-            yield from measure(case, ALL_BITS if every else BITS, a.seconds, a.recipes)
+            bits = ALL_BITS if i == 0 and whole else BITS
+            yield from measure(case, bits, a.seconds, a.recipes)
 
 
 def plan(a):
     shapes = [Shape(*map(int, x.split("x"))) for x in a.shapes]
-    cases = shapes or CASES["decode_kernel, quick" if a.quick else "decode_kernel"]
+    cases = shapes or CASES["decode_kernel"]
     known = earlier(a)
     have = {shape_of(r) for r in known}
     new = [c for c in cases if c not in have or c == cases[0]]

@@ -1,6 +1,5 @@
-"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--quick]
-[--seconds S] [--after FILE] [--wall 1x8192 …] [--prompts 1x32768 …] [--drafts 1x8192 …]
---out FILE.
+"""Decode steps of a whole model on one NVIDIA GPU: run.py generate [--tiny] [--seconds S]
+[--after FILE] [--wall 1x8192 …] [--filled 1x8192 …] --out FILE.
 
 Llama-3.1-8B shapes with random bf16 weights (speed does not depend on their values). Caches are
 filled with random states in place of a prompt, so that no time goes into prefill; a step is the
@@ -17,6 +16,7 @@ PyTorch
 replays one CUDA graph of the whole step, appending included (flash with its length fixed at
 capture, which favours it). What else results/generate/h200.json has (launches, Python's time,
 the longest contexts, transformers' QuantizedCache) is closed: bb56ccce has this script with it.
+So are prompts in chunks and drafts by prompt lookup: 2ae2200c.
 `filling_peak_bytes` is the most that was allocated while a cache was filled, `reserved_bytes`
 with the allocator's holes.
 
@@ -28,20 +28,8 @@ its attention, and norms, MLPs and RoPE of steps are compiled (compile_steps). `
 so does generate() by itself, here from the first step of a batch size on; in all other modes
 never. `cache kept`: one cache for all calls, emptied by reset(). --rounds N: the modes of a
 shape take turns, N times.
---prompts BxT with --chunks N …: calls for one token, the prompt at once and in chunks, by
-transformers' dynamic cache and by ours; `begun_ms` is the first of them, `of_whole` the time
-over that of the same cache at once, `of_best` over the shorter of both caches' at once,
-`peak_bytes` what was allocated at most beside the weights.
---drafts 1xT with --lookup N …: calls with prompt lookup of N tokens (0: one by one) on a model
-that counts, t, t+1, …, after a prompt that does too but for a jump in one of --jumps tokens:
-the drafts that meet no jump are right. Every mode must give the
-tokens that counting gives; `passes` are forward passes after the prompt's, `a_pass` the tokens
-that each gave, `token_ms` the time from the tokens of the prompt's pass to the last, over those
-after them, `passes_ms` the time of each pass of that call; a mode that ends in `chosen` has
-parts of its passes compiled, as above.
 --filled BxT: caches filled by random states, from which calls go on, so without
 `first_ms`. `speedup`: tokens/s of a row over those of transformers' best mode for the shape.
---layers N: a model of so many.
 
 Gate, on a small model of the same kind: logits after filling are those after a prompt; of
 kernels those of PyTorch's attention on codes; of replayed graphs those of eager steps; and no
@@ -52,7 +40,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +48,6 @@ from bench.cases import CASES, DEVICE, DTYPE, Context, frames, wait
 from bench.timing import replayed, step_times
 from plan import Plan, earlier
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
-from transformers.generation import BaseStreamer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from turboquant_nb.hf import TurboQuantCache
@@ -250,11 +236,17 @@ def on_kernels(cache):
     return r
 
 
+def reset_peak():
+    "Of the allocator of the GPU, if there is one."
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
 def clean():
     "Nothing of an earlier cache is left, one that refers to itself neither."
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
 
 
 def peak(weights, name="peak_bytes"):
@@ -297,7 +289,7 @@ def measure(model, kind, recipe, case: Context, mode, seconds):
         wait()
         row["cache_bytes"] = torch.cuda.memory_allocated() - weights
         row |= peak(weights, "filling_peak_bytes")
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         step = step_of(model, cache, batch)
         row |= step_times(replayed(step) if mode == "graph" else step, seconds=seconds)
         row["tokens_s"] = batch / row["p50"] * 1e3
@@ -403,51 +395,22 @@ def random_ids(model, batch, prompt, seed):
     return torch.randint(5, most, (batch, prompt), generator=gen).to(DEVICE)
 
 
-class Passes(BaseStreamer):
-    """Notes when the tokens of each pass are there, and how many they are. A `Clock` cannot:
-    prompt lookup asks processors what they forbid before the prompt is read."""
-
-    def __init__(self):
-        self.at, self.tokens = [], []
-
-    def put(self, value):
-        "The prompt, then the tokens of each pass, on the host."
-        self.at.append(time.perf_counter())
-        self.tokens.append(value.numel())
-
-    def end(self):
-        "Nothing is left."
-
-    @property
-    def passes(self):
-        "(milliseconds, tokens) of each pass after the prompt's."
-        return [
-            (1e3 * (b - a), n) for a, b, n in zip(self.at[1:], self.at[2:], self.tokens[2:])
-        ]
-
-
-def generated(model, ids, new, cache, **options):
-    "The new tokens of one call."
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=new,
-        do_sample=False,
-        pad_token_id=0,
-        **options,
-    )
+def generated(model, ids, new, cache, mask=None, **options):
+    "Prompts and the new tokens of one call."
+    mask = torch.ones_like(ids) if mask is None else mask
+    how = dict(max_new_tokens=new, do_sample=False, pad_token_id=0) | options
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
     wait()
-    return out[:, ids.shape[1] :]
+    return out
 
 
 def call(model, ids, new, cache, **options):
-    "(milliseconds to the first token, of all tokens after it, the tokens) of one call."
+    "Milliseconds of one call: to the first token, and of all tokens after it."
     clock = Clock()
     wait()
     began = time.perf_counter()
-    out = generated(model, ids, new, cache, logits_processor=[clock], **options)
-    return 1e3 * (clock.at - began), 1e3 * (time.perf_counter() - clock.at), out
+    generated(model, ids, new, cache, logits_processor=[clock], **options)
+    return 1e3 * (clock.at - began), 1e3 * (time.perf_counter() - clock.at)
 
 
 def is_ours(cache):
@@ -464,13 +427,11 @@ def new_cache(model, cache, mode="graphs", length=None):
     return TurboQuantCache(model, cache.split()[1], graphs=mode != "eager", **room)
 
 
-def said(cache, *names):
-    "What our cache reports of these."
-    if not isinstance(cache, TurboQuantCache):
-        return {}
+def said(cache):
+    "What our cache reports of its graphs and bits."
     report = cache.report()
-    report["graphs"] = {k: x for k, x in report["graphs"].items() if k != "line"}
-    return {name: report[name] for name in names}
+    graphs = {k: x for k, x in report["graphs"].items() if k != "line"}
+    return {"graphs": graphs, "bits_per_value": report["bits_per_value"]}
 
 
 def middle(batch, steps):
@@ -509,7 +470,7 @@ def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
         if held:
             with torch.no_grad():
                 fill(one, cache.split()[0], model.config, batch, prompt)
-            torch.cuda.reset_peak_memory_stats()
+            reset_peak()
             for i in range(repeats + 1):
                 ids = random_ids(model, batch, int(one.get_seq_length()) + 1, i)
                 took.append(call(model, ids, new, one))
@@ -521,10 +482,10 @@ def wall(model, cache, mode, batch, prompt, new, repeats, held=False):
                 used = fresh()
                 ids = random_ids(model, batch, prompt, 1 + i)
                 took.append(call(model, ids, new, used, **options))
-            row["first_ms"] = min(first for first, *_ in took)
-        row |= middle(batch, [later / (new - 1) for _, later, _ in took])
+            row["first_ms"] = min(first for first, _ in took)
+        row |= middle(batch, [later / (new - 1) for _, later in took])
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
-        row |= said(used, "graphs", "bits_per_value")
+        row |= said(used) if is_ours(cache) else {}
         row |= {"compiled": compiled} if compiled else {}
     return row
 
@@ -579,120 +540,17 @@ def walls(a, model, shapes, before=(), held=False):
             yield r | ({"speedup": r["tokens_s"] / max(theirs)} if counts else {})
 
 
-OURS = "turboquant k3v3"
-
-
-def prompts(a, model, shapes):
-    """Rows of calls of generate() for one token: the prompt at once and in chunks, by both
-    caches."""
-    for batch, prompt in shapes:
-        whole = {}
-        for chunk in (None, *a.chunks):
-            for cache in ("dynamic", OURS):
-                use(model, cache)
-                clean()
-                before, took = torch.cuda.memory_allocated(), []
-                for i in range(a.repeats + 1):
-                    used = new_cache(model, cache)
-                    ids = random_ids(model, batch, prompt, i)
-                    took.append(call(model, ids, 2, used, prefill_chunk_size=chunk)[0])
-                first = min(took[1:])
-                row = dict(cache=cache, mode="prompt", batch=batch, prompt=prompt)
-                row |= dict(chunk=chunk or prompt, n=a.repeats, unit="ms", begun_ms=took[0])
-                row |= dict(firsts_ms=took[1:], first_ms=first) | said(used, "served")
-                row["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-                row["of_whole"] = first / whole.setdefault(cache, first)
-                best = {"of_best": first / min(whole.values())} if len(whole) > 1 else {}
-                del used
-                yield row | best
-
-
-COUNTED = 997  # tokens of the model that counts
-
-
-def counting(model):
-    """Let a model count: the layers hardly change what comes in, and the head of t + 1 is the
-    embedding of t. Every product is made as before."""
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight *= 1e-3
-            layer.mlp.down_proj.weight *= 1e-3
-        given, n = model.model.embed_tokens.weight, min(COUNTED, model.config.vocab_size)
-        model.lm_head.weight[:n] = given[:n].roll(1, 0)
-    return n
-
-
-def counted(n, length, jumps, seed):
-    "Tokens that count modulo n, and jump elsewhere once in `jumps` tokens (0: never)."
-    g = torch.Generator().manual_seed(seed)
-    by = torch.ones(length, dtype=torch.long)
-    if jumps:
-        by = torch.where(
-            torch.rand(length, generator=g) < 1 / jumps,
-            torch.randint(n, (length,), generator=g),
-            by,
-        )
-    return by.cumsum(0)[None] % n
-
-
-DRAFTS = [("dynamic", "eager"), (OURS, "graphs"), (OURS, "graphs, chosen")]
-
-
-def drafts(a, model, shapes):
-    "Rows of calls of generate() with prompt lookup and one by one, by both caches."
-    n, best = counting(model), {}  # the latter: tokens/s of transformers' cache
-    ways = [x for x in DRAFTS if "/".join(x) not in a.skip]
-    for ((batch, prompt), often), (cache, way), k in product(
-        product(shapes, a.jumps), ways, a.lookup
-    ):
-        use(model, cache)
-        options, took = {"prompt_lookup_num_tokens": k} if k else {}, []
-        with parts(model, cache, way):
-            for i in range(a.repeats + 1):  # the first compiles
-                ids, used = counted(n, prompt, often, i).to(DEVICE), new_cache(model, cache)
-                seen = Passes()
-                out = generated(model, ids, a.new, used, streamer=seen, **options)
-                want = (ids[0, -1] + 1 + torch.arange(a.new, device=DEVICE)) % n
-                if not torch.equal(out[0], want):
-                    raise RuntimeError(
-                        f"{cache}, {k} drafts: not the tokens of a model that counts"
-                    )
-                times, tokens = zip(*seen.passes)
-                took.append((sum(times) / sum(tokens), times, sum(tokens) / len(times)))
-        token, times, each = min(took[1:])
-        mode = "prompt lookup" if k else "one by one"
-        row = dict(cache=cache, mode=mode + ", chosen" * way.endswith("chosen"), drafts=k)
-        row |= dict(jumps=often, batch=batch, prompt=prompt, new=a.new, n=a.repeats, unit="ms")
-        row |= dict(token_ms=token, tokens_ms=[x for x, *_ in took[1:]], passes=len(times))
-        row |= dict(a_pass=each, pass_ms=token * each, passes_ms=times, tokens_s=1e3 / token)
-        theirs = best.setdefault((batch, prompt, often), row["tokens_s"])
-        if cache == "dynamic":
-            best[batch, prompt, often] = theirs = max(theirs, row["tokens_s"])
-        yield row | said(used, "served", "graphs") | {"speedup": row["tokens_s"] / theirs}
-
-
 def replayed_tokens():
     """Whether generate() gives the same tokens with replayed steps as with eager ones, padded
     and over a tile's border."""
-    model, ids = (
-        make_model(TINY),
-        torch.randint(5, 256, (3, 240), generator=torch.Generator().manual_seed(1)).to(DEVICE),
-    )
+    model = make_model(TINY)
+    ids = random_ids(model, 3, 240, 1)
     model.set_attn_implementation("turboquant")
     mask, outs = torch.ones_like(ids), []
     mask[1, :9] = 0
     for graphs in (True, False):
         cache = TurboQuantCache(model, "k3v3", max_length=512, graphs=graphs)
-        outs.append(
-            model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=60,
-                do_sample=False,
-                pad_token_id=0,
-                past_key_values=cache,
-            )
-        )
+        outs.append(generated(model, ids, 60, cache, mask))
         print("gate:", cache.report()["graphs"], flush=True)
     return torch.equal(*outs)
 
@@ -700,10 +558,8 @@ def replayed_tokens():
 @torch.no_grad()
 def gate():
     "Whether all logits agree to 3 %; filling is exact up to the shapes of products."
-    model, prompt = (
-        make_model(TINY),
-        torch.randint(256, (2, 500), generator=torch.Generator().manual_seed(0)).to(DEVICE),
-    )
+    model = make_model(TINY)
+    prompt = random_ids(model, 2, 500, 0)
     fill = filling(model, prompt)
     replay = {recipe: replaying(model, recipe, prompt) for recipe in ("k3v3", "k4v4")}
     print("gate: filling", fill, "replaying", replay, flush=True)
@@ -716,7 +572,6 @@ def gate():
 
 def options(p):
     p.add_argument("--tiny", action="store_true", help="a small model: does the bench run?")
-    p.add_argument("--quick", action="store_true", help="two sizes")
     p.add_argument("--seconds", type=float, default=0.6, help="for each row")
     p.add_argument(
         "--after",
@@ -739,48 +594,7 @@ def options(p):
             "first token"
         ),
     )
-    p.add_argument(
-        "--prompts",
-        nargs="+",
-        metavar="BxT",
-        default=(),
-        help=(
-            "measure whole calls of generate() for one token, at once and in chunks, and "
-            "nothing else"
-        ),
-    )
-    p.add_argument(
-        "--chunks",
-        nargs="+",
-        type=int,
-        default=(8192, 2048),
-        help="with --prompts: tokens of a chunk",
-    )
-    p.add_argument(
-        "--drafts",
-        nargs="+",
-        metavar="1xT",
-        default=(),
-        help="measure whole calls of generate() with drafts by prompt lookup, and nothing else",
-    )
-    p.add_argument("--layers", type=int, help="of the model; None: all")
-    p.add_argument(
-        "--lookup",
-        nargs="+",
-        type=int,
-        default=(0, 4, 8),
-        help="with --drafts: tokens of a draft, 0 for none",
-    )
-    p.add_argument(
-        "--jumps",
-        nargs="+",
-        type=int,
-        default=(0, 8),
-        help="with --drafts: one in so many tokens is not what counting gives; 0 for none",
-    )
-    p.add_argument(
-        "--new", type=int, default=65, help="with --wall and --drafts: tokens that a call makes"
-    )
+    p.add_argument("--new", type=int, default=65, help="with --wall: tokens that a call makes")
     p.add_argument(
         "--repeats",
         type=int,
@@ -804,56 +618,48 @@ def options(p):
         nargs="*",
         default=(),
         help=(
-            "with --wall and --drafts: caches and modes left out, as in 'dynamic/eager'; with "
-            "--wall of one shape, too: 'static/compiled@8x8192'"
+            "with --wall: caches and modes left out, as in 'dynamic/eager'; of one shape alone: "
+            "'static/compiled@8x8192'"
         ),
     )
 
 
-def measured(case: Context):
-    "(cache, recipe, mode) of the rows of one size."
-    yield from (
-        (*x, mode)
-        for x in (("flash", None), ("turboquant", "k3v3"))
-        for mode in ("eager", "graph")
-    )
-    yield from (("turboquant", recipe, "graph") for recipe in ("k4v4", *PLAIN))
-    if case in CASES["generate, transformers' caches"]:
-        yield from (
-            ("static", None, "eager"),
-            ("static", None, "graph"),
-            ("dynamic", None, "eager"),
-        )
+# (cache, recipe, mode) of the rows of one size, and of some sizes
+MEASURED = [
+    ("flash", None, "eager"),
+    ("flash", None, "graph"),
+    ("turboquant", "k3v3", "eager"),
+    ("turboquant", "k3v3", "graph"),
+    *(("turboquant", recipe, "graph") for recipe in ("k4v4", *PLAIN)),
+]
+THEIRS = [("static", None, "eager"), ("static", None, "graph"), ("dynamic", None, "eager")]
 
 
 @torch.no_grad()
 def rows(a, before):
     model = make_model(TINY if a.tiny else LLAMA)
     done = {Context(r["batch"], r["tokens"]) for r in before}
-    for case in CASES["generate, quick" if a.quick else "generate"]:
-        for kind, recipe, mode in measured(case) if case not in done else ():
+    for case in (x for x in CASES["generate"] if x not in done):
+        theirs = THEIRS if case in CASES["generate, transformers' caches"] else []
+        for kind, recipe, mode in MEASURED + theirs:
             yield measure(model, kind, recipe, case, mode, a.seconds)
 
 
 def by_the_clock(a, before):
     "Rows of whole calls of generate() for the shapes that were asked for."
     with torch.no_grad():
-        sizes = TINY if a.tiny else LLAMA
-        more = {} if a.layers is None else {"num_hidden_layers": a.layers}
-        model = make_model(sizes | more)
+        model = make_model(TINY if a.tiny else LLAMA)
     model.generation_config.eos_token_id = None
     pairs = lambda shapes: [tuple(map(int, x.split("x"))) for x in shapes]
     yield from walls(a, model, pairs(a.filled), before, held=True)
     yield from walls(a, model, pairs(a.wall), before)
-    yield from prompts(a, model, pairs(a.prompts))
-    yield from drafts(a, model, pairs(a.drafts))  # the last: they change the weights
 
 
 def plan(a):
     name = "tiny" if a.tiny else "random weights, Llama-3.1-8B shapes"
     about = dict(model={"id": name, "revision": "none"})
     before, checked = earlier(a), gate()
-    calls = [*a.wall, *a.filled, *a.prompts, *a.drafts]
+    calls = [*a.wall, *a.filled]
     if calls:
         cmd = "tokens of replayed steps are those of eager ones; " + checked["cmd"]
         checked = {"cmd": cmd, "passed": bool(checked["passed"] and replayed_tokens())}
@@ -861,7 +667,7 @@ def plan(a):
         todo = by_the_clock(a, before)
     else:
         before = [r for r in before if r["mode"] in ("eager", "graph")]
-        cases = CASES["generate, quick" if a.quick else "generate"]
+        cases = CASES["generate"]
         data = {"id": "random states in place of a prompt, normal", "n": len(cases)}
         todo = rows(a, before)
     return Plan("generate", checked, todo, data, before=before, **about)

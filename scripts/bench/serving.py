@@ -138,10 +138,8 @@ def verdict(found, kinds, model="llama-8b"):
     """(the gate of a record, kinds that it lets pass): some of what a kind needs has passed,
     and nothing of it is wrong. A part that did not finish says neither."""
     late = {part for part, x in found.items() if "unfinished" in x}
-    red, green = (
-        {part for part, x in found.items() if x["passed"] == passed} - late
-        for passed in (False, True)
-    )
+    red = {part for part, x in found.items() if not x["passed"]} - late
+    green = {part for part, x in found.items() if x["passed"]}
     needs = {kind: needed(kind, model) for kind in kinds}
     good = {
         kind
@@ -149,13 +147,8 @@ def verdict(found, kinds, model="llama-8b"):
         if not some or some & green and must <= green and not red & some
     }
     kept = [kind for kind in kinds if kind in good]  # one may be named twice
-    calls, worst = (
-        sum(x.get("calls", 0) for x in found.values()),
-        max(
-            (x["worst"] for part, x in found.items() if part in green and x.get("calls")),
-            default=0.0,
-        ),
-    )
+    calls = sum(x.get("calls", 0) for x in found.values())
+    worst = max((found[x]["worst"] for x in green if found[x].get("calls")), default=0.0)
     commits = {x["commit"][:8] for x in found.values() if x.get("commit")}
     earlier = sorted(commits - {tree().commit[:8]}) if commits else []
     cmd = (
@@ -204,26 +197,11 @@ class Engine:
     "A process of serving_engine.py, which imports what it needs and waits to be told to begin."
 
     def __init__(self, kind, a, cache_gib=None):
-        self.kind, self.folder, self.log = (
-            kind,
-            tempfile.TemporaryDirectory(),
-            tempfile.TemporaryFile("w+"),
-        )
-        profiles = [] if a.profile is None else ["--profile", a.profile]
-        profiles += [] if cache_gib is None else ["--cache", cache_gib]
-        command = [
-            sys.executable,
-            HERE / "serving_engine.py",
-            *profiles,
-            "--model",
-            a.model,
-            kind,
-            self.folder.name,
-            a.gpus,
-            a.memory,
-            a.gib,
-            *a.shapes,
-        ]
+        self.kind = kind
+        self.folder, self.log = tempfile.TemporaryDirectory(), tempfile.TemporaryFile("w+")
+        given = [] if cache_gib is None else ["--cache", cache_gib]
+        given += ["--model", a.model, kind, self.folder.name, a.gpus, a.memory, a.gib]
+        command = [sys.executable, HERE / "serving_engine.py", *given, *a.shapes]
         self.process = subprocess.Popen(
             [*map(str, command)],
             stdin=subprocess.PIPE,
@@ -288,8 +266,6 @@ def rows(a, kinds):
     try:
         for engine in engines:
             engine.wait_ready()  # so that none imports while another is measured
-        while a.turn and not Path(a.turn).exists() and left() > 0:
-            time.sleep(0.1)
         for i, engine in enumerate(engines):
             if left() < a.least:
                 print(f"no time is left for {kinds[i:]}", flush=True)
@@ -379,9 +355,6 @@ def options(p):
         help="GiB of blocks of each kind, instead of what --memory leaves",
     )
     p.add_argument(
-        "--turn", metavar="FILE", help="wait, with all imported, until this file exists"
-    )
-    p.add_argument(
         "--least", type=int, default=45, help="seconds left without which no kind is measured"
     )
     p.add_argument(
@@ -404,14 +377,6 @@ def options(p):
         ),
     )
     p.add_argument("--seconds", type=int, default=240, help="for one kind, and for the gate")
-    p.add_argument(
-        "--profile",
-        metavar="FOLDER",
-        help=(
-            "where each engine writes, after its rows, which kernels and functions its steps "
-            "of the last shape spend their time in"
-        ),
-    )
     p.add_argument(
         "--until",
         type=int,

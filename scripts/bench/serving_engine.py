@@ -1,6 +1,6 @@
 """One engine of vLLM with a model's shapes and dummy weights, in a process of its own:
-serving_engine.py [--model NAME] [--profile FOLDER] [--cache GIB] KIND FOLDER
-GPUS MEMORY GIB SHAPE …; see serving.py. Prints rows as JSON lines. It starts the engine when a
+serving_engine.py [--model NAME] [--cache GIB] KIND FOLDER GPUS MEMORY GIB SHAPE …; see
+serving.py. Prints rows as JSON lines. It starts the engine when a
 line comes on its standard input, and measures when the next one comes: others may be imported
 before the first, and started before the second, while none is measured."""
 
@@ -289,30 +289,7 @@ def shape_of(text):
     return what or "token", *map(int, (sizes.split("x") + ["1"])[:3])
 
 
-def profiled(run, path):
-    "Kernels and functions of Python of 32 steps, to a text file."
-    import cProfile
-    import pstats
-
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as p:
-        run(33)
-    with open(path, "w") as f:
-        print(
-            p.key_averages().table(
-                sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70
-            ),
-            file=f,
-        )
-        host = cProfile.Profile()
-        host.runcall(run, 33)
-        pstats.Stats(host, stream=f).sort_stats("tottime").print_stats(30)
-
-
-def main(
-    kind, folder, gpus, memory, gib, shapes, profile=None, model="llama-8b", cache_gib=None
-):
+def main(kind, folder, gpus, memory, gib, shapes, model="llama-8b", cache_gib=None):
     from vllm import LLM, SamplingParams
 
     if re.fullmatch(OURS, kind):
@@ -411,14 +388,11 @@ def main(
         each.sort()
         times = {f"p{q}": each[len(each) // 2 + i] for q, i in ((20, -1), (50, 0), (80, 1))}
         row(what="token", **of, **times, unit="ms", n=len(each), new=new, **again)
-        if profile and (what, batch, tokens, new) == shapes[-1]:
-            profiled(run, os.path.join(profile, f"{kind}.txt"))
 
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--model", choices=MODELS, default="llama-8b")
-    p.add_argument("--profile")
     p.add_argument("--cache", dest="cache_gib", type=float)
     for name, kind in dict(kind=str, folder=str, gpus=int, memory=float, gib=float).items():
         p.add_argument(name, type=kind)

@@ -50,11 +50,8 @@ def options(p):
     p.add_argument("--prompt", type=int, default=512, help="tokens before the first loss")
     p.add_argument("--tiny", action="store_true", help="curve: a small model")
     p.add_argument("--memory", default="8GB", help="curve: the budget")
-    p.add_argument("--fill", type=int, default=4096, help="curve: tokens of a chunk")
     p.add_argument("--beside", nargs="*", default=[], help="curve: recipes")
-    p.add_argument("--steps", type=int, default=16, help="curve: timed at each length")
     p.add_argument("--runs", type=int, default=50, help="peaks: random runs")
-    p.add_argument("--operations", type=int, default=16, help="peaks: of a run")
 
 
 def rounded(make):
@@ -111,8 +108,8 @@ def perplexity(a, model, ids):
             found.append(losses(a, logits, row))
             held = cache.report()
         loss, last = torch.stack(found), a.length // 4
-        tokens = held["budget"].get("tokens", ())
-        stands = {b: sum(x.get(b, 0) for x in tokens) for b in (16, 4, 3, 2)} if tokens else {}
+        if "tokens" in held["budget"]:
+            more["tokens_by_bits"] = on_gpu.stands_of(held)
         return {
             "part": "perplexity",
             "cache": name,
@@ -124,7 +121,6 @@ def perplexity(a, model, ids):
             "unit": "perplexity",
             "window_losses": [round(float(x), 6) for x in loss.mean(1)],
             "window_losses_last": [round(float(x), 6) for x in loss[:, -last:].mean(1)],
-            **({"tokens_by_bits": stands} if stands else {}),
             **more,
         }
 

@@ -5,10 +5,9 @@ An empty folder holds the notebook and settings.ini; the package is a wheel of t
 in a folder of its own (--installed: the one that is installed here). Kernels are compiled anew
 for each chapter: no cache of another run is read. Where there is a GPU, cells marked for one
 run too and nothing is interpreted; elsewhere Triton's interpreter runs kernels. --first names a
-folder that comes first on the path, with another transformers in it for one. Chapters that
-fetch the embedded model are left out unless --model is given. A row says whether the chapter
-ran and in how many seconds, Python's start included. Gate: of three notebooks, one right, one
-wrong and one that does not end, each is told for what it is."""
+folder that comes first on the path, with another transformers in it for one. A row says whether
+the chapter ran and in how many seconds, Python's start included. Gate: of three notebooks, one
+right, one wrong and one that does not end, each is told for what it is."""
 
 import json
 import os
@@ -28,20 +27,16 @@ import turboquant_nb
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "scripts" / "tools"
 sys.path.insert(0, str(TOOLS))
-from notebooks import notebooks, text_of
+from notebooks import notebooks
 from preview_docs import copy_tree
 from processes import ended
 
 sys.path.remove(str(TOOLS))
-MODEL = re.compile(
-    r"\b(load_model|embedded_path|locate_embedded)\(|smollm2|embedded model", re.I
-)
 PROBE = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 
 
 def options(p):
     p.add_argument("--chapters", nargs="+", help="names of notebooks, without .ipynb")
-    p.add_argument("--model", action="store_true", help="also those that fetch the model")
     p.add_argument("--limit-each", type=float, default=60, help="seconds a chapter may take")
     p.add_argument("--first", default="", help="a folder that comes first on Python's path")
     p.add_argument("--installed", action="store_true", help="the package as installed here")
@@ -67,16 +62,7 @@ def chosen(a):
     found = {p.stem: p for p in notebooks(ROOT) if badge in p.read_text(encoding="utf-8")}
     if unknown := set(a.chapters or ()) - found.keys():
         raise SystemExit(f"no such chapters: {', '.join(sorted(unknown))}")
-    if a.chapters:
-        return [found[x] for x in a.chapters]
-    return [p for p in found.values() if a.model or not needs_model(p)]
-
-
-def needs_model(path):
-    "Whether a cell that runs fetches the embedded model."
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    code = (text_of(c["source"]) for c in cells if c["cell_type"] == "code")
-    return any(MODEL.search(x) for x in code if "#| eval: false" not in x)
+    return [found[x] for x in a.chapters or found]
 
 
 def run(path, inside, env, seconds):

@@ -91,72 +91,59 @@ class Golden:
 
         return TurboQuantCache(self.model, self.recipe, backend=self.backend, **how)
 
-    def read(self, cache, *cuts) -> list:
-        "Logits of the passes between `cuts`."
-        return [
-            self.model(self.ids[:, a:b], past_key_values=cache).logits
-            for a, b in zip((0, *cuts), cuts)
-        ]
+    def part(self, cache, first, end):
+        "Logits of one pass."
+        return self.model(self.ids[:, first:end], past_key_values=cache).logits
 
-    def held(self, cache) -> dict:
-        "Digests of the decoded states of every layer, and the bytes that are held."
+    def read(self, *cuts) -> tuple:
+        "A new cache, and logits of the passes between `cuts`."
+        cache = self.cache()
+        return cache, [self.part(cache, a, b) for a, b in zip((0, *cuts), cuts)]
+
+    def computed(self, case) -> dict:
+        """Digests of the decoded states of every layer, the bytes that are held, and what a
+        case gives: logits, or tokens."""
+        cache, found = getattr(self, case)()
         stores = [x.store for x in cache.coded_layers]
-        return {
+        held = {
             "states": [digest(*x.read()) for x in stores],
             "bytes": [x.nbytes for x in stores],
         }
+        if isinstance(found, list):
+            return held | {"logits": digest(*found)}
+        return held | {"tokens": found.tolist()}
+
+    # --- cases: (a cache, logits or tokens)
 
     def prefill(self):
-        cache = self.cache()
-        logits = self.read(cache, PROMPT)
-        return self.held(cache) | {"logits": digest(*logits)}
+        return self.read(PROMPT)
 
     def chunk(self):
-        cache = self.cache()
-        logits = self.read(cache, 200, PROMPT, LONG)
-        return self.held(cache) | {"logits": digest(*logits)}
+        return self.read(200, PROMPT, LONG)
 
     def step(self):
-        cache = self.cache()
-        logits = self.read(cache, *range(PROMPT, PROMPT + 40))
-        return self.held(cache) | {"logits": digest(*logits)}
+        return self.read(*range(PROMPT, PROMPT + 40))
 
     def drafts(self):
-        cache = self.cache()
-        logits = self.read(cache, PROMPT, PROMPT + 1)
+        cache, logits = self.read(PROMPT, PROMPT + 1)
         cache.activate_past_recording()
-        logits += [
-            self.model(self.ids[:, PROMPT + 1 : PROMPT + 6], past_key_values=cache).logits
-        ]
+        logits.append(self.part(cache, PROMPT + 1, PROMPT + 6))
         cache.crop(3)
-        logits += [
-            self.model(self.ids[:, PROMPT + 3 : PROMPT + 7], past_key_values=cache).logits
-        ]
-        return self.held(cache) | {"logits": digest(*logits)}
+        return cache, [*logits, self.part(cache, PROMPT + 3, PROMPT + 7)]
 
     def crop(self):
-        cache = self.cache()
-        logits = self.read(cache, PROMPT)
+        cache, logits = self.read(PROMPT)
         cache.crop(50)
-        logits += [
-            self.model(self.ids[:, PROMPT - 50 : PROMPT + 9], past_key_values=cache).logits
-        ]
-        return self.held(cache) | {"logits": digest(*logits)}
+        return cache, [*logits, self.part(cache, PROMPT - 50, PROMPT + 9)]
 
     def generate(self, cache, padding=0, **how):
         ids = self.ids[:, :PROMPT]
         mask = torch.ones_like(ids)
         mask[0, :padding] = 0
-        out = self.model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=20,
-            do_sample=False,
-            pad_token_id=0,
-            **how,
+        how |= dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
+        return cache, self.model.generate(
+            ids, attention_mask=mask, past_key_values=cache, **how
         )
-        return self.held(cache) | {"tokens": out.tolist()}
 
     def beams(self):
         return self.generate(self.cache(), num_beams=3)
@@ -173,22 +160,18 @@ class Golden:
     def saved(self):
         from turboquant_nb import TurboQuantCache
 
-        cache = self.cache()
-        logits = self.read(cache, PROMPT)
+        cache, logits = self.read(PROMPT)
         with tempfile.TemporaryDirectory() as folder:
             cache.save(path := Path(folder) / "cache.bin")
             back = TurboQuantCache.load(path, self.model)
-        logits += [self.model(self.ids[:, PROMPT : PROMPT + 9], past_key_values=back).logits]
-        return self.held(back) | {"logits": digest(*logits)}
+        return back, [*logits, self.part(back, PROMPT, PROMPT + 9)]
 
     def copied(self):
-        cache = self.cache()
-        logits = self.read(cache, PROMPT)
+        cache, logits = self.read(PROMPT)
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([3, 0, 1], device=self.model.device))
         more = self.ids[:, PROMPT : PROMPT + 1].repeat_interleave(2, 0)[[3, 0, 1]]
-        logits += [self.model(more, past_key_values=cache).logits]
-        return self.held(cache) | {"logits": digest(*logits)}
+        return cache, [*logits, self.model(more, past_key_values=cache).logits]
 
 
 CASES = (
@@ -207,7 +190,7 @@ def computed(device: str, backends: list, cases: list, names: list) -> dict:
             golden = Golden(model, known[name], backend)
             for case in cases:
                 try:
-                    found = getattr(golden, case)()
+                    found = golden.computed(case)
                 except (ValueError, NotImplementedError) as error:
                     found = {"refused": str(error)}
                 out[f"{name} · {backend} · {case}"] = found

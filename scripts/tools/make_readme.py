@@ -5,11 +5,11 @@
     scripts/tools/make_readme.py --check  change nothing; exit 1 if they are not what the
     notebook gives
 
-Markdown cells stay, code cells become fenced code with their outputs. Cells marked `#| hide`,
-other directives and the Quarto-only marks (labels, callout fences) are dropped or put the way
-GitHub shows them; links to notebooks point to the site. Badges come from settings.ini and the
-workflow of the tests: the site has none, since a page asks no other host. A hidden cell that is
-labelled `dark` draws the picture before it for a dark page, where the site turns colours."""
+Markdown cells stay, code cells become fenced code with their outputs. Cells marked `#| hide`
+and other directives are dropped; links to notebooks point to the site. Badges come from
+settings.ini and the workflow of the tests: the site has none, since a page asks no other host.
+A hidden cell that is labelled `dark` draws the picture before it for a dark page, where the
+site turns colours."""
 
 import argparse
 import base64
@@ -41,30 +41,9 @@ def links(text, site):
     return re.sub(r"\]\((?:\./)?([\w/-]+)\.ipynb(#[^)\s]*)?\)", page, text)
 
 
-def callouts(text):
-    "::: {.callout-note} -> > [!NOTE]"
-
-    def quote(match):
-        kind = {
-            "caution": "CAUTION",
-            "warning": "WARNING",
-            "tip": "TIP",
-            "important": "IMPORTANT",
-        }.get(match[1], "NOTE")
-        body = re.sub(r"^#+\s+(.*)$", r"**\1**", match[2].strip(), flags=re.M)
-        return "\n".join(
-            [f"> [!{kind}]", *(f"> {line}".rstrip() for line in body.splitlines())]
-        )
-
-    return re.sub(
-        r"^:::+ *\{\.callout-(\w+)[^}]*\}\n(.*?)\n:::+ *$", quote, text, flags=re.M | re.S
-    )
-
-
 def markdown_cell(source, site):
     "A markdown cell as GitHub reads it."
-    text = links(callouts(source.strip()), site)
-    return re.sub(r"[ \t]*\{#(?:fig|eq|tbl|sec)-[\w-]+\}", "", text)
+    return links(source.strip(), site)
 
 
 def badge(text, picture, address):
@@ -157,21 +136,6 @@ def code_cell(cell, number, files, site, dark=None):
     return parts
 
 
-def numbered(text, order):
-    "@fig-x -> Figure 1, in the order of the labels."
-    names = {"fig": "Figure", "eq": "Equation", "tbl": "Table"}
-
-    def name(match):
-        same = [label for label in order if label.startswith(match[1] + "-")]
-        return (
-            f"{names[match[1]]} {same.index(match[0][1:]) + 1}"
-            if match[0][1:] in same
-            else match[0]
-        )
-
-    return re.sub(r"@(fig|eq|tbl)-[\w-]*\w", name, text)
-
-
 def build():
     "(README.md, {picture path: bytes})."
     cfg = settings(ROOT)
@@ -180,10 +144,9 @@ def build():
     if not index.is_file():
         sys.exit(f"there is no {index.relative_to(ROOT)}")
     nb = json.loads(index.read_text(encoding="utf-8"))
-    parts, files, labels = [NOTICE], {}, []
+    parts, files = [NOTICE], {}
     for number, cell in enumerate(nb["cells"]):
         source = text_of(cell["source"])
-        labels += re.findall(r"(?:^#\|\s*label:\s*|\{#)((?:fig|eq|tbl)-[\w-]+)", source, re.M)
         if cell["cell_type"] == "markdown":
             text = markdown_cell(source, site)
             title, found, rest = text.partition("\n") if number == 0 else (text, "", "")
@@ -191,7 +154,7 @@ def build():
         elif cell["cell_type"] == "code":
             dark = dark_picture(nb, number, files)
             parts += code_cell(cell, number, files, site, dark)
-    return numbered("\n\n".join(part for part in parts if part.strip()), labels) + "\n", files
+    return "\n\n".join(part for part in parts if part.strip()) + "\n", files
 
 
 def differences(text, files):

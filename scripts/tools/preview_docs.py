@@ -66,7 +66,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MAX_PICTURE = 100_000
 ASSETS = {".png", ".svg", ".jpg", ".css", ".js", ".woff2"}
 WORKERS = min(4, os.cpu_count() or 1)
-KINDS = {"fig": "Figure", "tbl": "Table"}
 
 SHELL = Path(__file__).with_name("shell")
 PLAIN = Path(__file__).with_name("preview_page.html")
@@ -193,31 +192,18 @@ def prepare(tree):
 # markdown
 
 
-def picture(data, where, name, opts, page, problems):
+def picture(png, where, name, opts, page, problems):
     "Write one output picture; returns the markdown that shows it."
-    suffix = "png" if "image/png" in data else "svg"
-    raw = (
-        base64.b64decode(text_of(data["image/png"]))
-        if suffix == "png"
-        else text_of(data["image/svg+xml"]).encode()
-    )
-    (where / f"{name}.{suffix}").write_bytes(raw)
-    if len(raw) > MAX_PICTURE:
-        problems.add(
-            page,
-            f"picture {name} has {len(raw) // 1000} kB, the limit is {MAX_PICTURE // 1000}",
-        )
+    raw = base64.b64decode(text_of(png))
+    (where / f"{name}.png").write_bytes(raw)
     label = f"#{opts['label']}" if opts.get("label", "").startswith("fig-") else ""
-    if not opts.get("fig-alt"):
+    alt = opts.get("fig-alt", "")
+    if not alt:
         problems.add(page, f"picture {name} has no text for who cannot see it (#| fig-alt: …)")
     if label and not opts.get("fig-cap"):
         problems.add(page, f"{opts['label']} has a label but no fig-cap")
-    alt = opts.get("fig-alt", "")
-    width = (
-        f" width={int.from_bytes(raw[16:20], 'big')}" if suffix == "png" else ""
-    )  # as Quarto writes it
-    attrs = f'{{{label} alt="{alt}"{width}}}' if alt else f"{{{label}{width}}}"
-    return f"![{opts.get('fig-cap', '')}]({name}.{suffix}){attrs}\n"
+    width = int.from_bytes(raw[16:20], "big")  # as Quarto writes it
+    return f'![{opts.get("fig-cap", "")}]({name}.png){{{label} alt="{alt}" width={width}}}\n'
 
 
 def output_markdown(out, opts, where, name, page, problems):
@@ -235,8 +221,8 @@ def output_markdown(out, opts, where, name, page, problems):
             else f"::: {{.cell-output .cell-output-stdout}}\n{fence(text)}\n:::\n"
         )
     data = out.get("data", {})
-    if "image/png" in data or "image/svg+xml" in data:
-        return picture(data, where, name, opts, page, problems)
+    if "image/png" in data:
+        return picture(data["image/png"], where, name, opts, page, problems)
     if "text/markdown" in data:
         return text_of(data["text/markdown"]) + "\n"
     if "text/html" in data:
@@ -303,7 +289,10 @@ def notebook_markdown(path, page, site, problems):
 # ---------------------------------------------------------------- pandoc: numbering, citations,
 # links
 
-PANDOC_FORMAT = "markdown-yaml_metadata_block+lists_without_preceding_blankline+autolink_bare_uris-implicit_header_references"
+PANDOC_FORMAT = (
+    "markdown-yaml_metadata_block+lists_without_preceding_blankline"
+    "+autolink_bare_uris-implicit_header_references"
+)
 
 
 def pandoc(args, text, page, problems):
@@ -332,35 +321,22 @@ def stringify(node):
 
 
 class Shape:
-    """Walks pandoc's tree: numbers figures and tables, resolves @citations of them, rewrites
-    notebook links."""
+    """Walks pandoc's tree: numbers figures, resolves @citations of them, rewrites notebook
+    links."""
 
     def __init__(self, page, pages, own_site, problems):
-        self.page, self.pages, self.own_site, self.problems, self.numbers = (
-            page,
-            pages,
-            own_site,
-            problems,
-            {},
-        )
-        self.counts = dict.fromkeys(KINDS, 0)
-
-    def number(self, label):
-        kind = label.split("-")[0]
-        if label in self.numbers:
-            self.problems.add(self.page, f"the label {label} is used twice")
-        self.counts[kind] += 1
-        self.numbers[label] = self.counts[kind]
-        return self.counts[kind]
+        self.page, self.pages = page, pages
+        self.own_site, self.problems = own_site, problems
+        self.numbers = {}
 
     def caption(self, label, blocks):
-        "Put `Figure N:` in front of a caption's first paragraph."
-        head = [
-            {"t": "Str", "c": f"{KINDS[label.split('-')[0]]}\u00a0{self.number(label)}:"},
-            {"t": "Space"},
-        ]
+        "Number a figure; put `Figure N:` in front of its caption's first paragraph."
+        if label in self.numbers:
+            self.problems.add(self.page, f"the label {label} is used twice")
+        self.numbers[label] = len(self.numbers) + 1
+        head = {"t": "Str", "c": f"Figure\u00a0{self.numbers[label]}:"}
         if blocks:
-            blocks[0]["c"] = head + blocks[0]["c"]
+            blocks[0]["c"] = [head, {"t": "Space"}, *blocks[0]["c"]]
 
     def first(self, node):
         "First walk: number what carries a label."
@@ -371,14 +347,6 @@ class Shape:
             kind, content = node.get("t"), node.get("c")
             if kind == "Figure" and content[0][0].startswith("fig-"):
                 self.caption(content[0][0], content[1][1])
-            if kind == "Table" and content[1][1]:
-                last = content[1][1][-1]["c"]
-                found = re.fullmatch(r"\{#(tbl-[\w-]+)\}", stringify(last[-1:]))
-                if found:
-                    del last[-1:]
-                    content[0][0] = found[1]
-                if content[0][0].startswith("tbl-"):
-                    self.caption(content[0][0], content[1][1])
             if content is not None:
                 self.first(content)
 
@@ -414,25 +382,17 @@ class Shape:
         if item.get("t") == "Link":
             target = item["c"][2]
             target[0] = self.link(target[0])
-        if item.get("t") == "Div":
-            self.callout(item)
         return item
 
     def cite(self, item):
         label = item["c"][0][0]["citationId"]
-        kind = label.split("-")[0]
-        if kind not in KINDS or "-" not in label:
-            if kind == "sec":
-                return {
-                    "t": "Link",
-                    "c": [["", [], []], [{"t": "Str", "c": "the section"}], [f"#{label}", ""]],
-                }
+        if not label.startswith("fig-"):
             return {"t": "Span", "c": [["", [], []], item["c"][1]]}
         if label not in self.numbers:
             self.problems.add(self.page, f"@{label} is cited but not defined on this page")
             return {"t": "Str", "c": "?"}
-        text = f"{KINDS[kind]}\u00a0{self.numbers[label]}"
-        return {"t": "Link", "c": [["", [], []], [{"t": "Str", "c": text}], [f"#{label}", ""]]}
+        text = {"t": "Str", "c": f"Figure\u00a0{self.numbers[label]}"}
+        return {"t": "Link", "c": [["", [], []], [text], [f"#{label}", ""]]}
 
     def link(self, url):
         """nbdev writes whole addresses of the published site and authors write names of
@@ -446,18 +406,6 @@ class Shape:
         if name not in self.pages:
             self.problems.add(self.page, f"a link to {url}, but nbs/ has no such notebook")
         return page_name(unquote(parts.path)) + (f"#{parts.fragment}" if parts.fragment else "")
-
-    def callout(self, div):
-        (ident, classes, attrs), blocks = div["c"]
-        kinds = [c for c in classes if c.startswith("callout-") and c != "callout-title"]
-        if not kinds:
-            return
-        title = dict(attrs).get("title") or kinds[0].removeprefix("callout-").capitalize()
-        inner = [{"t": "Str", "c": title}]
-        if blocks and blocks[0]["t"] == "Header":
-            inner = blocks.pop(0)["c"][2]
-        head = {"t": "Div", "c": [["", ["callout-title"], []], [{"t": "Plain", "c": inner}]]}
-        div["c"] = [[ident, ["callout", *kinds], []], [head, *blocks]]
 
 
 # ---------------------------------------------------------------- pages
@@ -1117,9 +1065,6 @@ def main(argv=None):
         "--check", action="store_true", help="render to a temporary folder and only report"
     )
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "_site", help="where the pages go (default: _site)"
-    )
-    parser.add_argument(
         "--glossary", action="store_true", help="write nbs/glossary.js, and no page"
     )
     parser.add_argument(
@@ -1141,12 +1086,12 @@ def main(argv=None):
             measured = check_widths(site, problems, searches=SEARCHES * (not args.only))
             check_access(site, problems)
         if not args.check:
-            shutil.rmtree(args.out, ignore_errors=True)
-            shutil.copytree(site, args.out)
+            shutil.rmtree(ROOT / "_site", ignore_errors=True)
+            shutil.copytree(site, ROOT / "_site")
     for line in problems:
         print(f"  {line}")
     print("words of prose: " + ", ".join(f"{k} {n:,}" for k, n in words.items()))
-    where = "checked" if args.check else f"written to {args.out}"
+    where = "checked" if args.check else "written to _site"
     widths = (
         "widths not measured, there is no chromium"
         if measured is None

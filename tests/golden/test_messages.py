@@ -134,6 +134,12 @@ GONE: dict[str, str] = {
     ),
     "{} must be bfloat16, float16 or float32, got {}": "by `clock.check_states`",
     "--threads must be at least 1, got 0": _LEAST,
+    "--{} must be positive, got {}": _LEAST,
+    "loss and reference must be [n] with one n >= 2, got {}": "by `score.paired`",
+    "{} has become something else than a regular file; it was not replaced": "of a race",
+    "--offload reads layers from safetensors, and {} is a GGUF file: give a folder or a hub "
+    "id": ("by `load_offloaded`"),
+    "--text {}: not UTF-8 text (byte {})": "in the words of a prompt's file",
     "--batch must be at least 1, got {}": _LEAST,
     "--apart must be at least 1, got {}": _LEAST,
     "{} must be at least 1, got {}": _LEAST,

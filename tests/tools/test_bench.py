@@ -157,26 +157,6 @@ def test_a_filled_cache_is_that_of_a_prompt(without_gpu, monkeypatch):
     assert min(bench.filling(model, prompt).values()) > 1e-4
 
 
-def test_passes_with_drafts_are_timed_behind_the_prompt(without_gpu, monkeypatch):
-    bench, now = without_gpu("generate"), [0.0]
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
-    model = bench.make_model(bench.TINY, torch.float32)
-    model.generation_config.eos_token_id = None
-
-    def a_second_each(module, args, given):
-        now[0] += given["input_ids"].shape[1]
-
-    model.register_forward_pre_hook(a_second_each, with_kwargs=True)
-    a = SimpleNamespace(jumps=[0], lookup=[0, 4], repeats=1, new=12, skip=["dynamic/eager"])
-    rows = list(bench.drafts(a, model, [(1, 600)]))
-    modes = ["one by one", "prompt lookup"]
-    assert [r["mode"] for r in rows] == [*modes, *(f"{mode}, chosen" for mode in modes)]
-    for r in rows:
-        times, tokens = ((5e3, 5e3), 7) if r["drafts"] else ((1e3,) * 11, 11)
-        assert r["passes_ms"] == times and r["passes"] == len(times), r
-        assert r["token_ms"] == sum(times) / tokens and r["a_pass"] == tokens / len(times), r
-
-
 @pytest.fixture
 def a(tmp_path):
     code = results.Tree("0" * 40)
@@ -334,7 +314,7 @@ def test_a_kind_of_engine_has_the_gate_of_its_model():
     assert kept == ["bf16"] and not gate["passed"], "ours have"
 
 
-def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
+def test_engines_start_together_and_are_measured_alone(monkeypatch):
     log = []
 
     class Engine:
@@ -356,10 +336,8 @@ def test_engines_start_together_and_are_measured_alone(monkeypatch, tmp_path):
         wait_ready = kill = wait = lambda self: None
 
     monkeypatch.setattr(serving, "Engine", Engine)
-    (tmp_path / "turn").touch()
     a = SimpleNamespace(kinds=["bf16", "red", "k3v3-128", "late"], cache_gib=[4, 3, 2, 1])
     a.until, a.seconds, a.least, a.gpus, a.together = 10**6, 9, 0, 1, 2
-    a.turn = str(tmp_path / "turn")
     got = [*serving.rows(a, ["bf16", "k3v3-128", "late", "fp8"])]
     assert log == [
         "go bf16 4",

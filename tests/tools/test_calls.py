@@ -1,14 +1,45 @@
-"""How far a query and keys walk through the package, as scripts/tools/count_calls.py counts it:
-a function more on the way to a score is one more that a reader has to know."""
+"""Which functions of the package a query and keys meet on the reference path: one more is one
+more that a reader has to know."""
 
-import count_calls
+import sys
+from pathlib import Path
+
+import torch
+
+import turboquant_nb
+from turboquant_nb import KVStore, checks
+from turboquant_nb.kernels import ops
+
+PACKAGE = str(Path(turboquant_nb.__file__).parent)
+
+
+def entered(call) -> set:
+    "Names of the functions that a call enters; validators look and hand nothing on."
+    names = set()
+
+    def seen(frame, event, _value):
+        code = frame.f_code
+        ours = code.co_filename.startswith(PACKAGE) and code.co_filename != checks.__file__
+        if event == "call" and ours and not code.co_name.startswith("<"):
+            names.add(code.co_qualname)
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names
 
 
 def test_no_way_becomes_longer():
     "Who needs a function more may have it, and says here what for."
-    # back in `attention` once more, to divide queries, which a backend may do itself instead
-    most = {"a query, first call": (18, 9), "a query, again": (15, 8)}
-    most |= dict.fromkeys(("keys, first call", "keys, again"), (26, 9))
-    for what, walk in count_calls.counted("k3v3"):
-        passes, comes_back = most[what]
-        assert len(walk.path) <= passes and walk.back <= comes_back, (what, walk.path)
+    k, v, q = torch.randn(3, 1, 2, 300, 64)
+    store = KVStore("k3v3", 1, 2, 64)
+    store.append(k, v)
+    token = [x[:, :, -1:] for x in (q, k, v)]
+    append = lambda: store.append(*token[1:])
+    attend = lambda: ops.attend(token[0], store, *token[1:], backend="torch")
+    for call, most in ((append, 53), (attend, 67)):
+        call()  # what is made on first use
+        names = entered(call)
+        assert len(names) <= most, sorted(names)

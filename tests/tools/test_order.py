@@ -150,7 +150,6 @@ LONG = "x" * 90
         (f'f("""\n{LONG} {LONG}\n""")', []),
         (f'"""{LONG} {LONG}\n"""', [1]),
         (f'def f():\n    """{LONG} {LONG}\n    """', [2]),
-        (f'a = "{LONG}{LONG}"', []),
         (f'a = "{LONG} {LONG}"', [1]),
         (f"a = b  # https://{LONG}", []),
         (f"#| fig-cap: {LONG}", []),

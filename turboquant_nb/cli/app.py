@@ -7,12 +7,12 @@ __all__ = ['app', 'bars', 'rich_text', 'hooks', 'consoles', 'tables', 'results',
            'hub_errors', 'models', 'scores', 'quant', 'calibrations', 'checks', 'files', 'CHAT', 'DEVICE', 'PRESETS',
            'RECIPE', 'RECIPES', 'lazy', 'Takes', 'spread', 'can_draw', 'whole', 'number', 'size', 'in_words', 'Usage',
            'at_fault', 'message', 'option', 'options', 'option_name', 'Typed', 'command', 'version', 'group', 'run',
-           'show_table', 'Stage', 'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'writing',
-           'ends_gently', 'check_name', 'read_input', 'read_config', 'config_of', 'tokenizer_of', 'check_model',
-           'check_fits', 'Prompt', 'read_prompt', 'is_templated', 'tokens_of', 'read_texts', 'Attention', 'Weights',
-           'Source', 'Offloading', 'Loaded', 'opened', 'load', 'pick_device', 'usual_dtype', 'context_length',
-           'about_run', 'read_bits', 'Changes', 'check_recipe_name', 'read_recipe', 'recipe_data', 'Calibrated',
-           'check_calibration_name', 'Asked', 'asked_caches', 'OneRecipe', 'OneCache']
+           'show_table', 'Stage', 'layer_progress', 'hushed', 'Output', 'target_file', 'target_folder', 'ends_gently',
+           'check_name', 'read_input', 'read_config', 'config_of', 'check_model', 'check_fits', 'Prompt', 'read_prompt',
+           'is_templated', 'tokens_of', 'read_texts', 'Attention', 'Weights', 'Source', 'Offloading', 'Loaded',
+           'opened', 'load', 'pick_device', 'usual_dtype', 'context_length', 'about_run', 'read_bits', 'Changes',
+           'check_recipe_name', 'read_recipe', 'recipe_data', 'Calibrated', 'check_calibration_name', 'Asked',
+           'asked_caches', 'OneRecipe', 'OneCache']
 
 # %% ../../nbs/reference/cli_app.ipynb #c626b978
 import inspect
@@ -704,41 +704,14 @@ def _try_folder(folder: Path, what: str) -> None:
     if not folder.is_dir():
         raise Usage(f"{what}: there is no such folder")
     try:
-        with _scratch(folder) as scratch:  # a full disk still makes folders
+        # a full disk still makes folders
+        with tempfile.TemporaryDirectory(prefix=".turboquant-", dir=folder) as scratch:
             Path(scratch, "probe").write_bytes(bytes(4096))
     except OSError as error:
         # nothing is wrong with what was typed
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = RuntimeError if full else Usage
         raise kind(f"{what}: its folder cannot be written ({error.strerror})") from error
-
-
-def _scratch(folder: Path):
-    "A context that gives the name of a new folder in `folder`, which is gone at the end."
-    return tempfile.TemporaryDirectory(
-        prefix=".turboquant-", dir=folder, ignore_cleanup_errors=True
-    )
-
-# %% ../../nbs/reference/cli_app.ipynb #8ad3722c
-@contextmanager
-def writing(
-    path: Path,  # from `target_file`
-):
-    "A path to write a file to; it becomes `path` if the block ends well."
-    path = path.resolve()
-    try:
-        with _scratch(path.parent) as scratch:
-            new = Path(scratch) / path.name
-            yield new
-            if path.exists() and not path.is_file():
-                raise OSError(
-                    f"{path} has become something else than a regular file; it was not replaced"
-                )
-            os.replace(new, path)
-    except OSError as error:
-        if error.errno and not error.filename:  # a full disk names no file
-            error.filename = str(path)
-        raise
 
 # %% ../../nbs/reference/cli_app.ipynb #e5bc8b91
 @contextmanager
@@ -886,37 +859,18 @@ def read_config(
             raise ValueError(f"{file} is damaged in its head ({error})") from error
 
 
-def _or_none(read: Callable, model: str):
-    "What `read` makes of a model; None where it fails: loading the model then says why."
-    try:
-        return read(model)
-    except (ImportError, KeyError, OSError, TypeError, ValueError):
-        return None
-
-
 def config_of(
     model: str,  # as --model takes it
 ):
-    """`read_config`, or None: for what cannot be read, and for a GGUF file, whose vocabulary
-    takes so long that loading it may as well say what does not fit."""
-    return None if model.endswith(".gguf") else _or_none(read_config, model)
-
-
-def tokenizer_of(
-    model: str,  # as --model takes it
-):
-    """The tokenizer of a folder, a .gguf file, a hub id or "embedded", without the weights;
-    None where it cannot be read (the embedded model before it was loaded once)."""
-    return _or_none(_read_tokenizer, model)
-
-
-def _read_tokenizer(model: str):
-    with hushed():
-        if model == "embedded":
-            model = models.float32_copy(models.cache_dir() / models.SMOLLM2.member)
-        where, file, _ = models.locate_model(model)
-        how = {} if file is None else {"gguf_file": file}
-        return transformers.AutoTokenizer.from_pretrained(where, **how)
+    """`read_config`, or None: for what cannot be read, of which loading then says why, and for
+    a GGUF file, whose vocabulary takes so long that loading it may as well say what does not
+    fit."""
+    if model.endswith(".gguf"):
+        return None
+    try:
+        return read_config(model)
+    except (ImportError, KeyError, OSError, TypeError, ValueError):
+        return None
 
 
 def check_model(
@@ -967,22 +921,24 @@ def read_prompt(prompt: Prompt) -> str:
         raise Usage(f"{more[0]}: not allowed with {first} (see turboquant generate --help)")
     if prompt.stdin not in (None, "-"):
         raise Usage(f"what is {prompt.stdin!r}? A prompt is given by {ways}")
-    path = prompt.stdin or prompt.file
-    if path is None:
+    if prompt.prompt is not None:
         where = "--prompt"
         text = prompt.prompt
+    elif prompt.file not in (None, "-"):
+        where = f"the file {prompt.file}"
+        text = _decoded(prompt.file, where)
     else:
-        where = "standard input" if path == "-" else f"the file {path}"
-        text = _decoded(path, where)
+        where = "standard input"
+        text = _decoded(None, where)
     if not text.strip():
         raise Usage(f"the prompt is empty ({where})")
     return text
 
 
-def _decoded(path: str, where: str) -> str:
-    "A whole file, or standard input for -, as text."
+def _decoded(path: str | None, where: str) -> str:
+    "A whole file, or standard input where no path is given, as text."
     try:
-        if path != "-":
+        if path is not None:
             return Path(path).read_text(encoding="utf-8-sig")
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -1021,15 +977,7 @@ def read_texts(
     names: list | None,  # of files; None or empty: no text was asked for
 ) -> list | None:  # of str
     "The texts of --text. Raises Usage for one that cannot be read."
-    texts = []
-    for name in names or ():
-        try:
-            texts.append(Path(name).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise Usage(f"--text {name}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise Usage(f"--text {name}: not UTF-8 text (byte {error.start})") from error
-    return texts or None
+    return [_decoded(name, f"the text {name}") for name in names or ()] or None
 
 # %% ../../nbs/reference/cli_app.ipynb #b77f622a
 class Attention(StrEnum):
@@ -1126,20 +1074,13 @@ class Offloading:
         self,
         weights: Weights,  # what --model and --device say
     ) -> None:
-        "Raise Usage, before a model is loaded, for what cannot be offloaded."
-        if self.offload is None:
-            if self.gpu_memory is not None:
-                raise Usage("--gpu-memory has a meaning only with --offload")
-            return
+        "Raise Usage, before a model is loaded or downloaded, for what cannot be offloaded."
+        if self.offload is None and self.gpu_memory is not None:
+            raise Usage("--gpu-memory has a meaning only with --offload")
         if self.offload == "cpu" and pick_device(weights.device).type == "cpu":
             raise Usage(
                 "--offload cpu is for a model on a GPU: this one computes on the CPU, whose "
                 "memory its layers would wait in; --offload disk keeps them out of it"
-            )
-        if weights.model.endswith(".gguf"):
-            raise Usage(
-                f"--offload reads layers from safetensors, and {weights.model} is a GGUF file: "
-                "give a folder or a hub id"
             )
 
 # %% ../../nbs/reference/cli_app.ipynb #76bc46e7
@@ -1324,49 +1265,16 @@ def read_recipe(
             return changes.of(text)
         content = text if inline else Path(text).read_text(encoding="utf-8")
         if not content.lstrip().startswith("["):
-            return changes.of(_from_json(content))
+            return changes.of(quant.Recipe.from_json(content))
         rows = json.loads(content)
         if not rows or not all(isinstance(x, dict) for x in rows):
             got = f"a list of {len(rows)}" + (f" with {json.dumps(rows)[:40]}" if rows else "")
             raise ValueError(
                 f"not a recipe: a list must hold one JSON object for each layer, got {got}"
             )
-        return [changes.of(_from_json(json.dumps(x))) for x in rows]
+        return [changes.of(quant.Recipe.from_json(json.dumps(x))) for x in rows]
 
 # %% ../../nbs/reference/cli_app.ipynb #4ad7626a
-def _from_json(text: str):
-    """A recipe; the message names what a side must be, and for a field that there is not the
-    nearest that there is."""
-    try:
-        return quant.Recipe.from_json(text)
-    except ValueError as error:
-        raise ValueError(_misnamed(text, str(error)) or str(error)) from None
-
-
-def _misnamed(text: str, error: str) -> str:
-    "What is wrong with the fields of a recipe; nothing if it is something else."
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        return ""
-    if not isinstance(data, dict):
-        return "not a recipe: expected a JSON object"
-    for side in (x for x in ("key", "value") if not isinstance(data.get(x, {}), dict)):
-        return f"not a recipe: {side} must be a JSON object, got {json.dumps(data[side])}"
-    parts = (
-        (quant.Recipe, data),
-        (quant.Spec, data.get("key", {})),
-        (quant.Spec, data.get("value", {})),
-    )
-    for cls, part in parts if "unexpected keyword" in error else ():
-        known = [field.name for field in fields(cls)]
-        for name in (x for x in part if x not in known):
-            near = get_close_matches(name, known, 1, 0.5)
-            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            return f"not a recipe: {cls.__name__} has no field {name!r}; {advice}"
-    return ""
-
-
 def recipe_data(
     recipe,  # a `Recipe`, a list of them, or None
 ):
@@ -1394,24 +1302,16 @@ class Calibrated:
     )
 
     def check(self) -> None:
-        """Raise Usage, before a model is loaded, for a calibration that is not there or does
-        not allow the budget."""
+        "Raise Usage, before a model is loaded, for a calibration that is not there."
         file = self.calibration
-        budget = self.budget
         if not file:
-            if budget is not None:
+            if self.budget is not None:
                 needs = "--calibration FILE_OR_HUB_ID, from turboquant calibrate --layers"
                 raise Usage(f"--budget needs {needs}")
             return
         check_calibration_name(file)
         if Path(file).is_dir():
             raise Usage(f"--calibration {file}: expected a file or a hub id, got a folder")
-        with at_fault(FileNotFoundError, ValueError, where=f"--calibration {file}: "):
-            found = calibrations.load_calibration(file)
-            if budget is not None:
-                layers = len((found.header.get("losses") or {"key": ()})["key"])
-                recipes = [quant.preset("k3v3")] * layers
-                calibrations.apply_bit_budget(recipes, found, budget)
 
 
 def check_calibration_name(

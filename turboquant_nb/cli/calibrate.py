@@ -15,9 +15,7 @@ from turboquant_nb.cli.app import (
     app,
     at_fault,
     calibrations,
-    check_model,
     command,
-    config_of,
     context_length,
     ends_gently,
     hf,
@@ -29,9 +27,7 @@ from turboquant_nb.cli.app import (
     read_texts,
     scores,
     target_file,
-    tokenizer_of,
     version,
-    writing,
 )
 from .proteins import Fit, fit_code
 
@@ -42,27 +38,6 @@ sensitivity = lazy("turboquant_nb.calibration.sensitivity")
 
 # %% ../../nbs/reference/cli_calibrate.ipynb #c8d57b74
 TEXT = "UTF-8 text; default: a sample of the package."  # help of --text
-
-
-def _check_long_enough(model: str, texts: list | None, length: int) -> None:
-    """Usage, before weights are read, for texts that give no window. A token stands for at
-    least a byte; what is not refused by that and has fewer than 8 bytes for each token that is
-    asked for is counted by the tokenizer."""
-    config = config_of(model) if texts else None
-    if config is None:
-        return
-    length = min(length, context_length(config))
-    tokens = max(len(x.encode()) for x in texts)
-    if tokens >= 8 * length:
-        return
-    if tokens + 8 >= length:  # 8: more than any tokenizer puts before a text
-        tokenizer = tokenizer_of(model)
-        if tokenizer is None:
-            return
-        size = lambda x: len(tokenizer(x, add_special_tokens=False).input_ids)
-        tokens = len(scores.leading_tokens(tokenizer)) + max(map(size, texts))
-    if tokens < length:
-        raise Usage(f"--text: {scores.not_enough(0, 1, length)}")
 
 # %% ../../nbs/reference/cli_calibrate.ipynb #174d8566
 @options("Target")
@@ -85,11 +60,12 @@ class _Calibrating:
     "What is read, and what is found."
 
     text: list[str] = option((), TEXT, metavar="FILE")
-    windows: int = option(4, "Most windows that are read.")
+    windows: int = option(4, "Most windows that are read.", least=1)
     length: int = option(
         4096,
         "Tokens of a window, as long as the contexts that will be used, or the most that the "
         "model reads.",
+        least=1,
     )
     layers: bool = option(
         False,
@@ -99,18 +75,6 @@ class _Calibrating:
     no_transforms: bool = option(
         False, "With --layers: measure these only.", "--no-transforms", "--no-maps"
     )
-
-    def __post_init__(self):
-        for name, x in {"windows": self.windows, "length": self.length}.items():
-            if x < 1:
-                raise Usage(f"--{name} must be positive, got {x}")
-
-    def loaded(self, weights: Weights, output: Output) -> Loaded:
-        "The model, after all that can be refused without its weights was looked at."
-        texts = read_texts(self.text)
-        check_model(weights.model)
-        _check_long_enough(weights.model, texts, self.length)
-        return load(weights, output)
 
     def tokens(self, loaded: Loaded):  # [windows, length]
         "Windows of the text."
@@ -172,8 +136,7 @@ def _find_frame(name: str, reading, weights: Weights, output: Output, typed: Typ
         ids = None if texts is None else frames.text_ids(model, tokenizer, texts)
     with at_fault(ValueError), hushed():
         found = frames.find_frame(model, ids, tokenizer=tokenizer)
-    with writing(out) as new:
-        calibrations.save_calibration(found, new)
+    calibrations.save_calibration(found, out)
     _tell(found, name, output)
 
 
@@ -210,7 +173,8 @@ def calibrate(
         return fit_code(Fit(*what, out, target.out), output)
     if reading.no_transforms and not reading.layers:
         raise Usage("--no-transforms leaves nothing to find without --layers")
-    loaded = reading.loaded(weights, output)
+    read_texts(reading.text)  # what cannot be read is refused before weights are
+    loaded = load(weights, output)
     model = loaded.model
     found = None
     left = ""
@@ -232,8 +196,7 @@ def calibrate(
                 if found is None:
                     raise
                 left = "the transforms, without the layers"
-    with writing(out) as new:
-        calibrations.save_calibration(found, new)
+    calibrations.save_calibration(found, out)
     _tell(found, target.out, output)
     if left:
         output.stopped(f"{target.out} has {left}")

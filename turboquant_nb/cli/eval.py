@@ -25,6 +25,7 @@ from turboquant_nb.cli.app import (
     check_recipe_name,
     command,
     context_length,
+    files,
     group,
     hushed,
     lazy,
@@ -37,7 +38,6 @@ from turboquant_nb.cli.app import (
     show_table,
     target_file,
     version,
-    writing,
 )
 
 # %% ../../nbs/reference/cli_eval.ipynb #64757045
@@ -231,12 +231,11 @@ def evaluate(
     found |= {"stopped": True} if stopped else {}
     try:
         if out:
-            with writing(out) as new:
-                results.save(found, new, draft=found["dirty"])
+            results.save(found, out, draft=found["dirty"])
         if picture:  # one that cannot be drawn costs the picture alone
             figure = _drawn(found)
-            with writing(picture) as new:
-                figure.savefig(new, dpi=110)
+            with files.beside(picture) as new:
+                figure.savefig(new, format=picture.suffix[1:], dpi=110)
     finally:
         output.result(found, lambda: show_table(scores.table_cells(rows)))
         if stopped:

@@ -8,6 +8,7 @@ __all__ = ['archive', 'gradio', 'Length', 'Sampling', 'Writing', 'stop_tokens', 
            'chat', 'answering', 'web']
 
 # %% ../../nbs/reference/cli_generate.ipynb #7f57f2b2
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -152,7 +153,7 @@ def common_prefix(
     b: list,  # tokens
 ) -> int:  # 0 … min(len(a), len(b))
     "How many leading tokens two answers share."
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    return len(os.path.commonprefix([a, b]))
 
 
 class TokenRecorder:
@@ -356,7 +357,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Callable
 
-from .app import CHAT, files, is_templated, lazy, message, target_file, writing
+from .app import CHAT, files, is_templated, lazy, message, target_file
 
 # %% ../../nbs/reference/cli_generate.ipynb #0cc6e18f
 archive = lazy("turboquant_nb.hf.archive")
@@ -625,8 +626,8 @@ class _Session:
     def keep(self, name: str) -> None:
         "Save; the file is replaced by a whole one or not at all."
         path = target_file(name, "/save")
-        with at_fault(ValueError, where="/save: "), writing(path) as new:
-            save_conversation(self.talk, new)
+        with at_fault(ValueError, where="/save: "):
+            save_conversation(self.talk, path)
         self.saved = self.talk.messages
         self.say(f"saved {self._turns()}, {path.stat().st_size:,} bytes")
 

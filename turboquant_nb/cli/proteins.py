@@ -12,6 +12,7 @@ import csv
 import json
 import re
 import zipfile
+from codecs import getwriter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,6 +26,7 @@ from turboquant_nb.cli.app import (
     at_fault,
     check_name,
     command,
+    files,
     hushed,
     lazy,
     option,
@@ -36,7 +38,6 @@ from turboquant_nb.cli.app import (
     target_file,
     target_folder,
     version,
-    writing,
 )
 
 # %% ../../nbs/reference/cli_proteins.ipynb #9cf7ae59
@@ -111,8 +112,7 @@ def fit_code(ask: Fit, output: Output) -> None:
         with output.stage(f"reading {n} sequences twice", 2 * n) as stage:
             apart = list(held_out.values())
             code = esm.calibrate_esm(model, sequences, ask.recipe, apart, stage.at)
-    with writing(ask.out) as new:
-        codes.save_code(code, new)
+    codes.save_code(code, ask.out)
     sizes = dict(bits_per_value=code.bits_per_value, tables_nbytes=code.tables_nbytes)
     text = f"{code.bits_per_value:.3f} bits per value, {code.tables_nbytes:,} bytes of tables"
     output.result(
@@ -331,20 +331,19 @@ def _write_table(
     kind = target.suffix.lower()
     names = list(found)
     arrays = {"embeddings": np.stack(list(found.values()))} if stacked else found
-    with writing(target) as new:
+    with files.beside(target) as new:
         if kind == ".csv":
-            with new.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([heads, *lines])
+            csv.writer(getwriter("utf-8")(new)).writerows([heads, *lines])
         elif kind == ".safetensors":
             arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-            new.write_bytes(arrays_of.save(arrays, {"names": json.dumps(names)}))
+            new.write(arrays_of.save(arrays, {"names": json.dumps(names)}))
         else:
             _write_npz(new, arrays | ({"names": np.array(names)} if stacked else {}))
 
 
-def _write_npz(path: Path, arrays: dict) -> None:
+def _write_npz(new, arrays: dict) -> None:
     "As numpy.savez, whose arguments have names that a protein may have, too."
-    with zipfile.ZipFile(path, "w") as file:
+    with zipfile.ZipFile(new, "w") as file:
         for name, x in arrays.items():
             with file.open(f"{name}.npy", "w", force_zip64=True) as one:
                 np.lib.format.write_array(one, x, allow_pickle=False)
@@ -571,8 +570,8 @@ def fold_protein(ask: Folding, output: Output) -> None:
         for name, letters in sequences.items():
             with at_fault(ValueError, TypeError):
                 found = _folded(model, code, letters)
-            with writing(targets[name]) as new:
-                new.write_text(found.structure.pdb, encoding="utf-8")
+            with files.beside(targets[name]) as new:
+                new.write(found.structure.pdb.encode())
             rows.append(found.row(name))
             lines.append(found.told(rows[-1]))
             stage.tick()

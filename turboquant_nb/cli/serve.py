@@ -217,19 +217,16 @@ class _Served:
         None,
         "Tokens before a step that are read exactly; without it, as many as the recipe says.",
         metavar="TOKENS",
-        parser=None,
-        min=0,
+        least=0,
     )
     sinks: int | None = option(
         None,
         "First tokens of a request that are read exactly, beside recent ones; without it, as "
         "many as the recipe says.",
         metavar="TOKENS",
-        parser=None,
-        min=0,
+        least=0,
     )
     dry_run: bool = option(False, "Say what would be started, and end.")
-    memory: str | None = option(None, "Refused: see generate.", hidden=True)
 
 # %% ../../nbs/reference/cli_serve.ipynb #87ib0012
 def _serving_config(served: _Served, model_config):
@@ -317,11 +314,6 @@ def serve(served: _Served, output: Output) -> None:
 
     Checks what can be checked, says how much the cache will hold, and becomes vllm serve.
     Options of vLLM come after --."""
-    if served.memory is not None:
-        raise Usage(
-            "--memory is for generate and chat, since an engine's blocks hold codes of one "
-            "size: give --recipe, and bound the bytes by -- --gpu-memory-utilization"
-        )
     check_recipe_name(served.recipe)
     words = list(served.words or ())
     _check_words(words)

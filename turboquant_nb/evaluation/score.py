@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PAIR', 'SCORES', 'PROTOCOLS', 'Pair', 'mixed_attention', 'pair_attention', 'causal_mask', 'attending', 'PairLayer',
-           'pair_cache', 'pair_layers', 'leading_tokens', 'not_enough', 'text_windows', 'Prefill', 'prefill', 'OnePass',
-           'Steps', 'select_backend', 'Prediction', 'predict', 'Scores', 'token_losses', 'check_windows', 'score',
+           'pair_cache', 'pair_layers', 'leading_tokens', 'text_windows', 'Prefill', 'prefill', 'OnePass', 'Steps',
+           'select_backend', 'Prediction', 'predict', 'Scores', 'token_losses', 'check_windows', 'score',
            'one_pass_gap', 'gap_limit', 'one_pass_gate', 'paired', 'perplexity', 'next_token', 'kept_tokens',
            'attention_error', 'table_cells', 'table', 'plot']
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..hf import TurboQuantCache, TurboQuantLayer
-from ..cache.attention import with_sinks
+from ..cache.attention import dense_attention, with_sinks
 from ..hf.hooks import Attend, AttentionCall, hooked
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -237,20 +237,6 @@ def leading_tokens(
     return tokenizer("a").input_ids[: -len(bare)]
 
 
-def not_enough(
-    got: int,  # windows that the text gives
-    asked: int,  # windows that were asked for, >= 1
-    length: int,  # tokens of a window
-) -> str:
-    "What is said of a text that gives fewer windows than were asked for."
-    want = (
-        f"{asked} windows of {length:,} tokens were"
-        if asked > 1
-        else f"a window of {length:,} tokens was"
-    )
-    return f"{want} asked for, and the text gives {got or 'none'}: it must be longer"
-
-
 def text_windows(
     tokenizer,
     texts: str | list | None = None,  # one or several; None: the package's sample text
@@ -268,7 +254,10 @@ def text_windows(
         rows.append([torch.cat([torch.tensor(head, dtype=ids.dtype), x]) for x in cut])
     order = [x for nth in zip_longest(*rows) for x in nth if x is not None]
     if not order or n is not None and len(order) < n:
-        raise ValueError(not_enough(len(order), n or 1, length))
+        raise ValueError(
+            f"the text must give {n or 1} or more windows of {length:,} tokens, it gives "
+            f"{len(order)}"
+        )
     return torch.stack(order[:n])
 
 # %% ../../nbs/28_score.ipynb #94cb99fd
@@ -708,7 +697,6 @@ import math
 import torch.nn.functional as F
 
 from ..calibration.fit import observing
-from ..quant.recipe import Recipe, as_recipe
 from ..results import aligned
 
 # %% ../../nbs/28_score.ipynb #b37c3ddc
@@ -729,11 +717,8 @@ def _identity(candidate: Candidate | None) -> dict:
         return {"cache": "uncompressed", "recipe": None}
     recipe = candidate.recipe
     if isinstance(recipe, list):
-        recipe = [r.to_json() for r in map(as_recipe, recipe)]
-    return {
-        "cache": candidate.name,
-        "recipe": recipe.to_json() if isinstance(recipe, Recipe) else recipe,
-    }
+        return {"cache": candidate.name, "recipe": [r.to_json() for r in recipe]}
+    return {"cache": candidate.name, "recipe": recipe and recipe.to_json()}
 
 
 def perplexity(
@@ -830,12 +815,9 @@ def kept_tokens(
 
 def _dense(query, key, value, mask, scaling, softcap, s_aux):
     "Attention on dense tensors; a mask longer than the keys is cut to the newest."
-    n, T = query.shape[2], key.shape[2]
-    visible = causal_mask(n, T, query.device) if mask is None else mask[..., -T:]
-    exact = torch.ones(n, T, dtype=torch.bool, device=query.device)
-    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    k, v = (Pair(x, x) for x in (key, value))
-    return mixed_attention(query, k, v, exact, visible, scaling, softcap, s_aux)
+    mask = None if mask is None else mask[..., -key.shape[2] :]
+    out, lse = dense_attention(query, key, value, scaling, mask, softcap=softcap)
+    return with_sinks(out, lse, s_aux).out.transpose(1, 2)
 
 # %% ../../nbs/28_score.ipynb #51414c76
 def _layer_errors(model, ids, candidates: list, prompt: int) -> dict:

@@ -9,6 +9,7 @@ __all__ = ['PRESETS', 'TwoSides', 'Recipe', 'preset', 'as_recipe']
 import json
 from dataclasses import InitVar, asdict, dataclass, replace
 from functools import lru_cache
+from inspect import signature
 
 from .. import checks
 from .quantizer import Spec
@@ -24,6 +25,18 @@ _KEY_RESIDUALS = {
 }
 
 # %% ../../nbs/11_quantizer.ipynb #510b1bdd
+def _made(kind: type, given: dict):
+    "An object with these fields. Raises TypeError for other fields and for what is no object."
+    known = [*signature(kind).parameters]
+    if not isinstance(given, dict):
+        raise TypeError(f"{kind.__name__} must be a JSON object, got {given!r}")
+    for name in given:
+        if name not in known:
+            fields = ", ".join(known)
+            raise TypeError(f"{kind.__name__} has no field {name!r}; there are {fields}")
+    return kind(**given)
+
+
 class TwoSides:
     """What recipes have in common: settings of keys and of values, each a `side_class`, and
     JSON."""
@@ -44,8 +57,8 @@ class TwoSides:
         structure."""
         try:
             data = {**data}
-            sides = {name: cls.side_class(**data.pop(name)) for name in ("key", "value")}
-            return cls(**sides, **data)
+            sides = {name: _made(cls.side_class, data.pop(name)) for name in ("key", "value")}
+            return _made(cls, sides | data)
         except (AttributeError, KeyError, OverflowError, TypeError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else error
             raise ValueError(f"not a recipe: {why}") from None
