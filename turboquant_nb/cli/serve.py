@@ -227,6 +227,7 @@ class _Served:
         least=0,
     )
     dry_run: bool = option(False, "Say what would be started, and end.")
+    memory: str | None = option(None, "Refused: see generate.", hidden=True)
 
 # %% ../../nbs/reference/cli_serve.ipynb #87ib0012
 def _serving_config(served: _Served, model_config):
@@ -314,6 +315,11 @@ def serve(served: _Served, output: Output) -> None:
 
     Checks what can be checked, says how much the cache will hold, and becomes vllm serve.
     Options of vLLM come after --."""
+    if served.memory is not None:
+        raise Usage(
+            "--memory is for generate and chat, since an engine's blocks hold codes of one "
+            "size: give --recipe, and bound the bytes by -- --gpu-memory-utilization"
+        )
     check_recipe_name(served.recipe)
     words = list(served.words or ())
     _check_words(words)
