@@ -166,9 +166,9 @@ def test_what_no_window_reaches_is_not_read(gen):
         rule=Rule(sliding_window=43),
     )[0]
     want = read()
-    codes.cell.views(cache)["value scale"][0] = torch.nan
+    codes.views(cache)["value scale"][0] = torch.nan
     assert torch.equal(read(), want)
-    codes.cell.views(cache)["value scale"][1, 0, 0] = torch.nan  # 16, the first that is seen
+    codes.views(cache)["value scale"][1, 0, 0] = torch.nan  # 16, the first that is seen
     assert read().isnan().any()
 
 

@@ -408,8 +408,7 @@ def test_memory_that_was_somebodys_holds_nothing(room, monkeypatch):
 
 @pytest.mark.parametrize("changes", range(4))
 def test_a_copy_knows_where_its_rows_begin(changes):
-    """The host knows starts as long as their tensor has not changed; a copy's counts its
-    changes anew, so that one change of it could look like those that the host has seen."""
+    "The host's numbers are those of the tensor, whoever of a store and its copies moves them."
     store = make(Recipe(), 2)
     for i in range(changes):
         store.set_range(start=torch.tensor([i + 1, 0]))
@@ -418,9 +417,9 @@ def test_a_copy_knows_where_its_rows_begin(changes):
         held = again(store.ranges)
         assert held.starts == store.ranges.starts
         for i in range(3):
-            held.start.copy_(torch.tensor([5 + i, 1]))
-            assert held.starts == (5 + i, 1)
-        store.start.copy_(torch.tensor([changes, 0]))  # which `copy.copy` shares
+            held.begin(torch.tensor([5 + i, 1]), True)
+            assert held.starts == tuple(held.start.tolist()) == (5 + i, 1)
+        store.ranges.begin(torch.tensor([changes, 0]), True)  # which `copy.copy` shares
 
 
 # ----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import math
 import torch
 
 from .. import checks
-from .clock import HostClock, clock_of
+from .clock import clock_of
 from .exact import without_autograd
 from .memory import Memory
 from .store import KVStore, _rewind
@@ -51,7 +51,8 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
         "recipe": store.recipe.to_json(),
         "dtype": str(store.dtype).split(".")[1],
     }
-    return tensors, header | store.clock.settings | {"d": [store.key.q.d, store.value.q.d]}
+    header |= {"static": True} if store.clock.fixed else {}
+    return tensors, header | {"d": [store.key.q.d, store.value.q.d]}
 
 
 def _restore(part, name, tensors):
@@ -156,7 +157,7 @@ def store_of(
         tile=n["tile"],
         inv_freq=tensors.get("inv_freq"),
         frame=_frame_in(tensors, r),
-        **(HostClock if max_length is None else clock).settings,
+        static=clock.fixed and max_length is not None,
     )
     if store.recipe != r:
         raise ValueError(f"recipe must be {store.recipe.to_json()}, got {header['recipe']}")

@@ -141,54 +141,37 @@ class ExactTokens:
         return torch.cat([self.sinks, recent], 2)
 
 # %% ../../nbs/reference/cache_exact.ipynb #1e8c1497
-class _KnownStarts(NamedTuple):
-    "What the host knows of a tensor: its numbers while it is that tensor, unchanged."
-
-    tensor: Tensor | None = None
-    version: int = 0
-    numbers: tuple = ()
-
-
 class Ranges:
     "Positions [start, end) of each sequence that are real; what lies outside is padding."
 
     def __init__(
         self,
-        batch: int,
-        device: torch.device | str = "cpu",
-        start: Tensor | None = None,  # [B] long, which is 0; None: a new one
+        start: Tensor,  # [B] long, whose numbers are changed by `begin` alone
+        starts: tuple | None = None,  # the same as numbers; None: not known
     ):
-        make = lambda: torch.zeros(batch, dtype=torch.long, device=device)
-        self.start = make() if start is None else start
+        self.start, self._starts = start, starts
         self.end = None  # [B], or None: every sequence goes on
-        self.know((0,) * batch)  # what the host knows of start
-
-    def __getstate__(self):
-        return self.__dict__ | {"_known": self.starts if self._is_known() else None}
-
-    def __setstate__(self, state):
-        "A copy's tensor counts its changes anew."
-        self.__dict__.update(state | {"_known": _KnownStarts()})
-        if state["_known"] is not None:
-            self.know(state["_known"])
-
-    def _is_known(self) -> bool:
-        known = self._known
-        return known.tensor is self.start and known.tensor._version == known.version
 
     @property
     def starts(self) -> tuple:
         "`start` as numbers; waits for the device where it changed since they were known."
-        if not self._is_known():
-            self.know(tuple(self.start.tolist()))
-        return self._known.numbers
+        if self._starts is None:
+            self._starts = tuple(self.start.tolist())
+        return self._starts
 
-    def know(
+    def begin(
         self,
-        numbers: tuple,  # an int for each sequence
+        start: Tensor,  # [B] long
+        in_place: bool,  # whether the tensor stays that it has
     ) -> None:
-        "Note what `start` is, without waiting for the device."
-        self._known = _KnownStarts(self.start, self.start._version, numbers)
+        "Begin each sequence at another position."
+        if start is self.start:
+            return
+        if in_place:
+            self.start.copy_(start)
+        else:
+            self.start = start
+        self._starts = None
 
     def is_sink(
         self,

@@ -17,8 +17,7 @@ class Report(dict):
     codes, or decoded each step, and why. "served" counts calls over all layers:
     prefill (exact), kernel, codes (PyTorch, or a processor's kernel), chunk (long chunks, block
     by block), dense (the past was decoded for another attention; why, and the cure, stand in
-    "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
-    in "graphs" instead. "budget" has, under
+    "dense"); steps that a graph replays are counted in "graphs" instead. "budget" has, under
     `memory=`, the bytes allowed, for each layer how many tokens have how many bits, and how
     many fit at the floor. "backends" names what attended on codes, "reasons" says why not a
     kernel; "coded" what coded. "frame" is where the frame of its keys came from: of which text,
@@ -118,16 +117,12 @@ def report_of(
     seen = [min(x.held, x.sliding_window - 1) if x.is_sliding else x.held for x in layers]
     values = sum(n * m for n, m in zip(row, seen))
     total = sum(parts.values())
-    by_layer, nbytes = {}, {}  # an index counts for its layer
-    for x in cache.coded_layers:
-        by_layer[x.index] = by_layer.get(x.index, Counter()) + x.calls
-    for x, s, tail in zip(layers, stores, tails):
-        nbytes[x.index] = nbytes.get(x.index, 0) + s.nbytes + tail
+    nbytes = [s.nbytes + tail for s, tail in zip(stores, tails)]
     count = lambda name: dict(sum((getattr(x, name) for x in cache.coded_layers), Counter()))
     return Report(
         tokens=layers[0].held if layers else 0,
         batch=stores[0].batch if stores else 0,
-        layers=len(nbytes),
+        layers=len(layers),
         values=values,
         nbytes=total,
         parts=dict(parts),
@@ -136,10 +131,9 @@ def report_of(
         ratio_fp32=4 * values / total if values else 0.0,
         tile=stores[0].tile if stores else 0,
         pays_from=_pays_from(layers, parts, values),
-        per_layer=list(nbytes.values()),
+        per_layer=nbytes,
         reading=str(cache.info.reading),
         served=count("calls"),
-        by_layer={i: dict(calls) for i, calls in by_layer.items()},
         dense=cache.reader.obstacle._asdict() if cache.reader.obstacle else {},
         backends=count("backends"),
         reasons=count("reasons"),
@@ -166,8 +160,6 @@ from ..cache.clock import DeviceClock, HostClock, is_captured
 from ..cache.memory import shared_quantizer
 from ..cache.packing import TILE
 from turboquant_nb.hf.hooks import (
-    Before,
-    Finally,
     MaskLength,
     Pass,
     RowStarts,
@@ -177,6 +169,7 @@ from turboquant_nb.hf.hooks import (
     check_size,
     eagerly,
     listen_to_masks,
+    listen_to_passes,
     running_model,
     serve_expansions,
     serve_handles,
@@ -200,10 +193,20 @@ from ..quant.recipe import Recipe
 
 # %% ../../nbs/reference/hf_cache.ipynb #1778ac86
 class Flags:
-    "Flags of all layers on their way to the host: what kernels found in tokens that they took."
+    "Flags on their way to the host: what kernels found in tokens that they took."
 
-    def __init__(self):
-        self.sent = []  # (flags of the layers on one device, event after the copy)
+    def __init__(
+        self,
+        flags: list = (),  # tensors [n] that are 0 unless something was found; None: not there
+    ):
+        by_device, self.sent = {}, []  # (flags of one device, event after the copy)
+        for x in flags:
+            if x is not None:
+                by_device.setdefault(x.device, []).append(x)
+        for device, some in by_device.items():
+            host, cuda = torch.cat(some).to("cpu", non_blocking=True), device.type == "cuda"
+            event = torch.cuda.current_stream(device).record_event() if cuda else None
+            self.sent.append((host, event))
 
     @property
     def arrived(self) -> bool:
@@ -212,22 +215,11 @@ class Flags:
 
     @property
     def raised(self) -> bool:
-        "Whether one of them is up."
+        "Whether one of them is up; waits until they have arrived."
+        for _, event in self.sent:
+            if event is not None:
+                event.synchronize()
         return any(bool(host.any()) for host, _ in self.sent)
-
-    def send(
-        self,
-        layers: list,  # of `TurboQuantLayer`; those without a store have no flags
-    ) -> None:
-        "Start copying the flags of today."
-        by_device, self.sent = {}, []
-        for x in layers:
-            if x.is_initialized and x.store.flags is not None:
-                by_device.setdefault(x.store.device, []).append(x.store.flags)
-        for device, flags in by_device.items():
-            host, cuda = torch.cat(flags).to("cpu", non_blocking=True), device.type == "cuda"
-            event = torch.cuda.current_stream(device).record_event() if cuda else None
-            self.sent.append((host, event))
 
 
 def _check_reading(info: ModelInfo, warn: bool = False) -> None:
@@ -398,13 +390,6 @@ def _end(module, args, kwargs, out) -> None:
     if out is not None:
         cache.look_at_first([store for store, _ in now.unseen])
 
-
-def _listen_to_passes(model) -> None:
-    "Let a model ask `_begin` and `_end`, once however many caches it has."
-    if _begin not in model._forward_pre_hooks.values():
-        Before(model, _begin).put()
-        Finally(model, _end).put()
-
 # %% ../../nbs/reference/hf_cache.ipynb #78ab00d4
 class TurboQuantCache(Cache):
     """A transformers cache whose keys and values are TurboQuant codes. It brings its attention
@@ -497,7 +482,7 @@ class TurboQuantCache(Cache):
         for attention in reading.expands:
             serve_expansions(attention, EXPAND)
         if own is not None:
-            _listen_to_passes(own)
+            listen_to_passes(own, _begin, _end)
         self.runner = StepRunner(self, model_or_config, graphs)
         self.reader.replays = self.runner.wanted
 
@@ -639,10 +624,7 @@ class TurboQuantCache(Cache):
     ) -> None:
         """Wait for the devices, once, after a pass in which kernels coded first chunks. Raises
         ValueError for states that they refuse; the cache is empty then."""
-        by_device = {}
-        for store in stores:
-            by_device.setdefault(store.device, []).append(store.flags[:5])
-        if not any(bool(torch.cat(flags).any()) for flags in by_device.values()):
+        if not Flags([store.flags[:5] for store in stores]).raised:
             return
         try:
             self.check()
@@ -657,7 +639,8 @@ class TurboQuantCache(Cache):
         "Raise what kernels found in earlier tokens, as soon as it costs no waiting."
         if self.flags.arrived:
             raised = self.flags.raised
-            self.flags.send(self.coded_layers)
+            stores = [x.store for x in self.coded_layers if x.is_initialized]
+            self.flags = Flags([self.runner.odd, *(x.flags for x in stores)])
             if raised:
                 self.check()
 
@@ -714,7 +697,7 @@ class TurboQuantCache(Cache):
         model, given = running_model(self)
         if model is None:
             return 0
-        _listen_to_passes(model)
+        listen_to_passes(model, _begin, _end)
         return _check_pass(self, model, given)
 
     @property
@@ -905,16 +888,6 @@ def activate_past_recording(self: TurboQuantCache) -> None:
 
 # %% ../../nbs/reference/hf_cache.ipynb #0d18cb0e
 @patch
-def rows_changed(
-    self: TurboQuantLayer,
-    starts: tuple,  # leading padding of each row
-) -> None:
-    """Note where the rows begin that there are now. Of what was kept for the last chunk,
-    nothing fits them."""
-    self.starts, self.tail = starts, None
-
-
-@patch
 def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
@@ -924,7 +897,10 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
             self.patience = 8
         rows = index.to(self.store.device)
         starts = tuple(self.starts[i] for i in order or [0] * len(index))
-        then = partial(self.rows_changed, starts)
+
+        def then():
+            self.starts, self.tail = starts, None  # nothing fits them of the last chunk
+
         rearrange(self.store, lambda x: x[rows], len(index), then)
 
 
@@ -941,11 +917,8 @@ def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
 def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
     "Repeat every row, neighbours together."
     if self.is_initialized:
-        self.make_growing()
         repeats = checks.whole(repeats, "times", 1)
-        then = partial(self.rows_changed, tuple(x for x in self.starts for _ in range(repeats)))
-        many = lambda x: x.repeat_interleave(repeats, 0)
-        rearrange(self.store, many, self.store.batch * repeats, then)
+        self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
 
 
 TurboQuantLayer.reorder_cache = TurboQuantLayer.batch_select_indices
@@ -1065,18 +1038,16 @@ def make_room(
     for table in self.reader.tables.values():  # before anything else is held twice
         table.reach(budget.positions(plan[0].ends[-1]))
     for layer, stand in zip(layers, plan):
-        layer.planned, layer.ahead = stand.ends, stand.ahead
+        layer.stand = stand
         if layer.is_initialized:
             layer.make_growing()
-            layer.store.ahead = stand.ahead
-            store, (first, *coded, last) = layer.store, stand.ends
-            ends = [max(a, min(b, store.length)) for a, b in zip(store.ends[1:-1], coded)]
-            store.settle((min(first, store.length), *ends, store.length), names=layer.names)
-            if store.capacity > room(last - coded[-1] + store.ahead):
-                store.make_room(store.offset + last - coded[-1])
+            store = layer.store
+            store.ahead = stand.ahead
+            store.settle(stand.ends, names=layer.names)
+            if store.capacity > room(stand.exact + stand.ahead):
+                store.make_room(stand.exact)
     for layer in layers if layers[0].is_initialized else ():  # only now what grows
-        _, *coded, last = layer.planned
-        layer.store.make_room(layer.store.offset + last - coded[-1])
+        layer.store.make_room(layer.stand.exact)
         _give_back(layer.store.device, budget.memory)
     budget.note(plan)
 
