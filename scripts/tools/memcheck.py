@@ -204,8 +204,8 @@ def random_cells(plan, heads, n):
     """A pool of five blocks for `heads` heads whose bytes are all random, and a table of two
     requests."""
     cache = plan.cell.empty(5, heads, DEVICE).random_(0, 256)
-    for name, part in plan.views(cache).items():
-        part.fill_(0.5) if "scale" in name else None
+    for side in plan.memories(cache):
+        side.tensors["scale"].fill_(0.5)
     table = torch.tensor([[2, 0, 3], [1, 4, 0]], dtype=torch.int32, device=DEVICE)
     return cache, table, torch.tensor([3 * n, n + 7], dtype=torch.int32, device=DEVICE)
 

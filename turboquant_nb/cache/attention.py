@@ -258,10 +258,7 @@ def visible(
     "Which of `positions` [B|1, T] the last n tokens may look at: [B, 1, n, T] bool."
     at = (torch.arange(n, device=store.device) + (store.clock.now(store) - n))[:, None]
     p = positions[:, None, None, :]
-    ok = in_order(at, p, causal, sliding_window) & (p >= store.start[:, None, None, None])
-    if store.end is not None:
-        ok = ok & (p < store.end[:, None, None, None])
-    return ok
+    return in_order(at, p, causal, sliding_window) & (p >= store.start[:, None, None, None])
 
 
 def _masked(scores: Tensor, mask: Tensor | None, softcap: float | None, bias=None) -> Tensor:

@@ -156,11 +156,11 @@ class TieredStore(KVStore):
 
 # %% ../../nbs/15_store.ipynb #63b00109
 @patch
-def resized(self: TieredStore, first: int, last: int) -> list:
-    """Cells with room for exact positions [first, last) and `ahead` more, in which those of
-    them lie that are held; nothing changes yet."""
-    tiles, out = room(last - first + self.ahead) // BLOCK, []
-    at, n = first - self.offset, max(0, min(self.length, last) - first)
+def resized(self: TieredStore, first: int, last: int, more: int = 0) -> list:
+    """Cells in which exact positions [first, last) lie, with room for so many more, and
+    `ahead`; nothing changes yet."""
+    n = last - first
+    tiles, at, out = room(n + more + self.ahead) // BLOCK, first - self.offset, []
     for part in self.parts:
         new = part.memory
         if at or tiles != new.tiles:
@@ -186,8 +186,7 @@ def have(self: TieredStore, cells: list, offset: int, length: int) -> None:
 def make_room(self: TieredStore, n: int) -> None:
     "Have room for n exact tokens and `ahead` more, and for no others."
     if self.capacity != room(n + self.ahead):
-        cells = self.resized(self.offset, self.offset + n)
-        commit(partial(self.have, cells, self.offset, self.length))
+        _keep(self, self.freed, self.length, n - (self.length - self.offset))
 
 
 @patch
@@ -300,10 +299,8 @@ def _drop_plane(store: TieredStore, tier: int, last: int) -> None:
             store.tiers.pop(tier, None)
         store.changed()
 
-    if last < young.length:
-        young.evict(last, change)
-    else:
-        commit(change)
+    tiles = -(-n // store.tile)
+    replace_tiles(young, tiles, young.key.memory.tiles - tiles, change)
 
 # %% ../../nbs/15_store.ipynb #63b0000c
 @patch
@@ -365,10 +362,10 @@ def crop(self: TieredStore, tokens: int, tail=None) -> None:
     _keep(self, self.freed, length_without(self, tokens))
 
 
-def _keep(store: TieredStore, first: int, last: int) -> None:
-    "Hold no other positions than [first, last)."
+def _keep(store: TieredStore, first: int, last: int, more: int = 0) -> None:
+    "Hold no other positions than [first, last), with room for so many more exact tokens."
     begin = min(max(first, store.offset), last)
-    cells = store.resized(begin, last)
+    cells = store.resized(begin, last, more)
     left = {i: x for i, x in store.tiers.items() if x.length > first and x.offset < last}
 
     def change():
@@ -384,11 +381,11 @@ def _keep(store: TieredStore, first: int, last: int) -> None:
 
 
 @patch
-def code_again(self: TieredStore, start: Tensor, end: Tensor | None, k, v) -> None:
-    "Have other ranges, which nothing exact depends on. Raises ValueError behind codes."
+def code_again(self: TieredStore, start: Tensor, k, v) -> None:
+    "Begin elsewhere, which nothing exact depends on. Raises ValueError behind codes."
     if self.tiers:
         raise ValueError("start cannot move any more: a budget has coded tokens")
-    _exchange(self, (), start, end)
+    _exchange(self, (), start)
 
 # %% ../../nbs/15_store.ipynb #63b00014
 RECENT = 16  # newest tokens, which stay exact, as in the presets of these codes
@@ -508,10 +505,10 @@ class Budget:
         """(tier, layer) of who gives, in order: first what is exact, then most bits first; the
         last and the first layer last, sliding ones below 4 bits only after all others."""
         exact, order = len(self.recipes), [*range(1, len(stands)), 0]
-        lower = range(exact - 1, 0, -1)
-        for slides, tiers in ((0, [exact]), (1, [exact]), (0, lower), (1, lower)):
-            mine = [j for j in order if (stands[j].window is not None) == slides]
-            yield from ((i, j) for i in tiers for j in mine)
+        for tiers in ([exact], range(exact - 1, 0, -1)):
+            for slides in (False, True):
+                mine = [j for j in order if (stands[j].window is not None) == slides]
+                yield from ((i, j) for i in tiers for j in mine)
 
     def expect(self, stands: list, tokens: int) -> None:
         "Code at once what would not stay exact if layers held so many tokens."

@@ -42,7 +42,7 @@ class HostClock:
     @classmethod
     def refuses(
         cls,
-        what: str,  # "ends", "freeing", "rows", "moving", "look-up" or "a cut past"
+        what: str,  # "freeing", "rows", "moving", "look-up" or "a cut past"
         have=None,  # what the store has, where something is to change
         got=None,  # what it is to have; the same is never refused
     ) -> str:
@@ -164,13 +164,12 @@ class DeviceClock(HostClock):
         if have is not None and have == got:
             return ""
         return {
-            "ends": "a static store has no ends: a captured step would not see them",
             "freeing": "a static store frees nothing: none of its tensors may move",
             "rows": f"a static store keeps its {have} sequences, got {got}",
             "moving": f"a static store stays on {have}, got {got}",
             "look-up": "the store is static: its steps may be captured, and the host then "
             "knows no length",
-            "a cut past": "static must be False where tokens were freed or ended",
+            "a cut past": "static must be False where tokens were freed",
         }[what]
 
     def now(self, store):
@@ -302,10 +301,6 @@ def check_states(
     if k.shape[2] != v.shape[2]:
         got = f"{k.shape[2]} and {v.shape[2]}"
         raise ValueError(f"{' and '.join(names)} must have equally many tokens, got {got}")
-    if store.end is not None:
-        raise ValueError(
-            "sequences have ends; set_range(end=None) clears them before an append"
-        )
 
 
 class AppendOperands(NamedTuple):

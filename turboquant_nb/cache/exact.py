@@ -117,12 +117,21 @@ class ExactTokens:
             return ExactUpdate(slots, x[:, :, n - last :], None)
         if unpadded and not first and n >= self.sinks.shape[2]:  # a prompt: in one copy
             return ExactUpdate(slots, x[:, :, n - last :], x[:, :, : self.sinks.shape[2]])
+        return ExactUpdate(slots, x[:, :, n - last :], self.sinks_with(x, first, start))
+
+    def sinks_with(
+        self,
+        x: Tensor,  # [B, H, n, d] new tokens
+        first,  # position of the first of them: an int, or [1] where the device counts
+        start: Tensor,  # [B] first real position of each sequence
+        fits=True,  # [1] bool: whether there is room for them
+    ) -> Tensor:  # [B, H, S, d]
+        "The sinks, and those of new tokens that are among them."
         at = start[:, None] + torch.arange(self.sinks.shape[2], device=x.device) - first
-        inside = ((at >= 0) & (at < n))[:, None, :, None]
-        index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return ExactUpdate(
-            slots, x[:, :, n - last :], torch.where(inside, x.gather(2, index), self.sinks)
-        )
+        inside = ((at >= 0) & (at < x.shape[2]) & fits)[:, None, :, None]
+        index = at.clamp(0, x.shape[2] - 1)[:, None, :, None]
+        index = index.expand(-1, x.shape[1], -1, x.shape[3])
+        return torch.where(inside, x.gather(2, index), self.sinks)
 
     def put(self, new: ExactUpdate) -> None:
         "Copy what `prepare` made."
@@ -142,7 +151,7 @@ class ExactTokens:
 
 # %% ../../nbs/reference/cache_exact.ipynb #1e8c1497
 class Ranges:
-    "Positions [start, end) of each sequence that are real; what lies outside is padding."
+    "Where each sequence begins; what lies before is padding."
 
     def __init__(
         self,
@@ -150,7 +159,6 @@ class Ranges:
         starts: tuple | None = None,  # the same as numbers; None: not known
     ):
         self.start, self._starts = start, starts
-        self.end = None  # [B], or None: every sequence goes on
 
     @property
     def starts(self) -> tuple:
@@ -167,11 +175,12 @@ class Ranges:
         "Begin each sequence at another position."
         if start is self.start:
             return
+        # first, so that what is broken off and done again knows nothing wrong
+        self._starts = None
         if in_place:
             self.start.copy_(start)
         else:
             self.start = start
-        self._starts = None
 
     def is_sink(
         self,
@@ -251,7 +260,4 @@ def put_at(
         at = (position - 1) % recent
         ring[:, :, at] = torch.where(fits, ring[:, :, at], math.nan)
     if sinks.shape[2]:
-        at = start[:, None] + torch.arange(sinks.shape[2], device=x.device) - position
-        inside = ((at >= 0) & (at < n) & fits)[:, None, :, None]
-        index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        sinks.copy_(torch.where(inside, x.gather(2, index), sinks))
+        sinks.copy_(self.sinks_with(x, position, start, fits))

@@ -166,13 +166,13 @@ class Memory:
         self.along, self.tile, self.bits = along, tile, code.channel_bits
         cell = _cell_of(tuple(self.bits), tuple(code.extras), along, tile, scale_dtype)
         self.groups, self.extras, self.fields, self.cell_bytes, self.places = cell
-        self.cells = self._views = self._strided = None
+        self.cells = self._views = self._scales = self._strided = None
 
     def hold(self, cells: Tensor) -> None:
         """Lie in these cells [B, H, tiles, cell_bytes] uint8, which may be cut out of larger
         ones."""
         self.cells = cells
-        self._views = self._strided = None
+        self._views = self._scales = self._strided = None
 
     def allocate(
         self,
@@ -194,13 +194,20 @@ class Memory:
         return self._views
 
     @property
-    def strided(self) -> tuple:
-        """The cells as kernels take them: bytes, the same as numbers of the scales' type, and
-        strides by sequence, head and tile."""
+    def strided(self) -> tuple:  # (cells, `scales`, strides by sequence, head and tile)
+        "The cells as kernels take them."
         if self._strided is None:
-            scales = self.cells.view(self.fields["scale"].dtype)
-            self._strided = self.cells, scales, *self.cells.stride()[:3]
+            self._strided = self.cells, self.scales, *self.cells.stride()[:3]
         return self._strided
+
+    @property
+    def scales(self) -> Tensor:
+        "The cells as numbers of the scales' type, for kernels; not all are scales."
+        if torch.compiler.is_compiling():
+            return self.cells.view(self.fields["scale"].dtype)
+        if self._scales is None:
+            self._scales = self.cells.view(self.fields["scale"].dtype)
+        return self._scales
 
     @property
     def planes(self) -> list:

@@ -201,17 +201,6 @@ class CellCodes:
                 f"a centre before RoPE needs the positions of {tokens} tokens, got {have}"
             )
 
-    def views(
-        self,
-        cache: Tensor,  # [blocks, H, N, C] uint8
-    ) -> dict:  # views [blocks, H, *shape]
-        "The fields of all cells, by name, as `CellLayout.fields` has them."
-        out = {}
-        for side, memory in zip(("key", "value"), self.memories(cache)):
-            own = memory.tensors.items()
-            out |= {f"{side} {name}": x[0].transpose(0, 1) for name, x in own}
-        return out
-
     def memories(
         self,
         cache: Tensor,  # [blocks, H, N, C] uint8, which they share

@@ -66,11 +66,11 @@ def make_room(
 # %% ../../nbs/15_store.ipynb #30e0000d
 def _encoded(store, states, names) -> list:
     "New states coded by PyTorch."
-    first, out = store.length, []
-    last = first + states[0].shape[2]
-    for part, x, name in zip(store.parts, states, names):
-        rows = angles(store, first, last) if part.q.centre.rotates else None
-        out.append(encode(part.q, x, part.center(rows), name))
+    first, last = store.length, store.length + states[0].shape[2]
+    out = []
+    for side, x, name in zip(("key", "value"), states, names):
+        mean = store.center(side, first, last)
+        out.append(encode(getattr(store, side).q, x, mean, name))
     return out
 
 
@@ -137,7 +137,7 @@ from fastcore.basics import patch
 
 from .. import checks
 from .clock import DeviceClock, HostClock, flags_of
-from .exact import ExactUpdate, Ranges, Tail, clear, ring_slots
+from .exact import Ranges, Tail, clear
 from .memory import Part, placed
 from .packing import TILE
 from ..quant.calibration import LayerFrame
@@ -185,7 +185,6 @@ class KVStore:
         self.key = Part(r.key, d_key, "channel", tile, self.device).allocate(**more)
         self.value = Part(r.value, dv, "token", tile, self.device).allocate(**more)
         self.parts = self.key, self.value  # what has codes; all of it moves together
-        _check_codes(self.parts if static else ())
         clear(blank)
         self.key.give(frame)
         self.ranges, self.flags, self.cos_sin = Ranges(start, (0,) * batch), None, None
@@ -233,13 +232,6 @@ def _check_store_args(store, max_length, static, tokens):
         raise ValueError("static=True needs max_length: tensors that never move cannot grow")
 
 
-def _check_codes(parts):
-    "Raise ValueError for codes that cannot be made in a captured step."
-    for part in parts:
-        if why := part.q.code.refuses("capture"):
-            raise ValueError(f"static=True does not serve {why}")
-
-
 def row_tensors(
     store,  # a `KVStore`
 ) -> list:
@@ -248,7 +240,11 @@ def row_tensors(
 
 
 def _pin(store) -> None:
-    "Tell compilers that CUDA graphs of their code may write to these tensors in place."
+    """Tell compilers that CUDA graphs of their code may write to these tensors in place. Raises
+    ValueError for codes that cannot be made in a captured step."""
+    for part in store.parts:
+        if why := part.q.code.refuses("capture"):
+            raise ValueError(f"static=True does not serve {why}")
     numbers = store.clock.position, flags_of(store)
     frame = (x for x in store.key.frame if x is not None)
     for t in (*tables_of(store), *row_tensors(store), *frame, *numbers):
@@ -274,12 +270,6 @@ def start(self: KVStore) -> Tensor:
 
 
 @patch(as_prop=True)
-def end(self: KVStore) -> Tensor | None:
-    "[B] where each sequence ends, or None."
-    return self.ranges.end
-
-
-@patch(as_prop=True)
 def rope_table(self: KVStore) -> Tensor | None:
     """[positions, r] fp16: cosines, then sines, for the positions held and perhaps more;
     None without a pre-RoPE mean."""
@@ -298,10 +288,7 @@ def capacity(self: KVStore) -> int:
 def nbytes(self: KVStore) -> int:
     """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
     see `tables`."""
-    flags = (run.flags for run in self.runs)
-    numbers = (self.start, self.end, self.clock.position, *flags, *self.runs[0].key.frame)
-    rows = [t for run in self.runs for p in run.parts for t in p.row_tensors.values()]
-    return sum(t.nbytes for t in (*rows, *numbers) if t is not None)
+    return sum(bytes_by_kind(self).values())
 
 
 @patch
@@ -392,16 +379,16 @@ def read(
     return (out[0] if framed else self.key.out_of_frame(out[0])), out[1]
 
 # %% ../../nbs/15_store.ipynb #34077796
-def _rewind(store, *, length, start, end, recent_from):
+def _rewind(store, *, length, start, recent_from):
     "Go back to another state of the numbers, in place."
-    store.length, store._recent_from, store.ranges.end = length, recent_from, end
+    store.length, store._recent_from = length, recent_from
     store.ranges.begin(start, True)
     if not store.clock.fixed:  # where it is, captured steps read everything anew
         store.changed()
     store.clock.count(length)
 
 
-def _exchange(store, parts, start, end, then=lambda: None, **numbers) -> None:
+def _exchange(store, parts, start, then=lambda: None, **numbers) -> None:
     "Have other parts, ranges and numbers, and do what comes `then`: all of it or nothing."
 
     def change():
@@ -410,7 +397,6 @@ def _exchange(store, parts, start, end, then=lambda: None, **numbers) -> None:
         store.ranges.begin(start, store.clock.fixed)
         if not store.clock.fixed:  # where it is, captured steps read everything anew
             store.changed()
-        store.ranges.end = end
         vars(store).update(numbers)
         then()
 
@@ -418,54 +404,40 @@ def _exchange(store, parts, start, end, then=lambda: None, **numbers) -> None:
 
 
 @patch
-def code_again(
-    self: KVStore,
-    start: Tensor,
-    end: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    then=lambda: None,  # what is done, too, or neither
-) -> None:
-    "Move the ranges and code all tokens again: in other tensors, until all are coded."
+def code_again(self: KVStore, start: Tensor, k: Tensor, v: Tensor) -> None:
+    "Begin elsewhere and code all tokens again: in other tensors, until all are coded."
     other = copy(self)
     other.key, other.value = other.parts = deepcopy(self.parts)
     other.ranges, other.clock = Ranges(start), HostClock()
     other.length = other.offset = other._recent_from = 0
     KVStore.append(other, k, v)
-    _exchange(self, other.parts, start, end, then, offset=0, _recent_from=0)
+    _exchange(self, other.parts, start, offset=0, _recent_from=0)
 
 
 @patch
 @without_autograd
 def set_range(
     self: KVStore,
-    start=None,  # None: it stays
-    end=None,  # None: every sequence goes on
+    start,  # an int, or [B]
     k: Tensor | None = None,  # [B, H, length, d_key], exact, as the model has them
     v: Tensor | None = None,  # [B, H, length, d_value]
 ):
-    """Which positions [start, end) of each sequence are real; ints or [B] tensors. Where start
-    moves after tokens came, `k` and `v` of all of them are coded again: sinks, and the position
-    of a mean that turns, depend on it. Raises ValueError/TypeError for a range or states that
-    do not fit, or where tokens were freed already; the store is then as before."""
+    """The first real position of each sequence. Where it moves after tokens came, `k` and `v`
+    of all of them are coded again: sinks, and the position of a mean that turns, depend on it.
+    Raises ValueError/TypeError for a position or states that do not fit, or where tokens were
+    freed already; the store is then as before."""
     self.clock.learn(self)
-    if end is not None and (why := self.clock.refuses("ends")):
-        raise ValueError(why)
-    if start is not None:
-        start = self.ranges.checked("start", start, self.length or 2**31)
-    if end is not None:
-        end = self.ranges.checked("end", end, self.length)
-    if start is not None and not torch.equal(start, self.start):
-        if not self.length:
-            return _exchange(self, (), start, end)
-        if any(x is None or x.shape[2] != self.length for x in (k, v)):
-            raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
-        if self.freed:
-            freed = f"positions below {self.freed} were freed"
-            raise ValueError(f"start cannot move any more: {freed}")
-        return self.code_again(start, end, k, v)
-    if end is not self.ranges.end:
-        _exchange(self, (), self.start, end)
+    start = self.ranges.checked("start", start, self.length or 2**31)
+    if torch.equal(start, self.start):
+        return
+    if not self.length:
+        return _exchange(self, (), start)
+    if any(x is None or x.shape[2] != self.length for x in (k, v)):
+        raise ValueError(f"to move start now, pass k and v of all {self.length} tokens")
+    if self.freed:
+        freed = f"positions below {self.freed} were freed"
+        raise ValueError(f"start cannot move any more: {freed}")
+    self.code_again(start, k, v)
 
 # %% ../../nbs/15_store.ipynb #6ef67c17
 @without_autograd
@@ -476,15 +448,14 @@ def _map(store, f, device: torch.device, then=lambda: None, **numbers) -> None:
         new[run] = [p.mapped(f) for p in run.parts]
         for part in new[run] if device != store.device else ():
             part.move_to(device)
-    start, end = f(store.start), None if store.end is None else f(store.end)
-    numbers["device"] = device
+    start, numbers["device"] = f(store.start), device
 
     def the_rest():
         for run in store.runs[:-1]:
-            _exchange(run, new[run], start, end, **numbers | {"flags": run.flags})
+            _exchange(run, new[run], start, **numbers | {"flags": run.flags})
         then()
 
-    _exchange(store, new[store], start, end, the_rest, **numbers)
+    _exchange(store, new[store], start, the_rest, **numbers)
 
 
 def rearrange(
@@ -530,13 +501,6 @@ def select(
     index = self.picked(indices)
     rearrange(self, lambda x: x[index], len(index))
 
-
-@patch
-def repeat(self: KVStore, times: int) -> None:
-    "Repeat every sequence `times` times, neighbours together. Raises ValueError if times < 1."
-    times = checks.whole(times, "times", 1)
-    self.select(torch.arange(self.batch).repeat_interleave(times))
-
 # %% ../../nbs/15_store.ipynb #7449ddf7
 @without_autograd
 def tail_with(
@@ -553,15 +517,6 @@ def tail_with(
         torch.cat([p.exact.recent[:, :, slots], x], 2) for p, x in zip(store.parts, (k, v))
     )
     return Tail(first, store.clock.now(store), key, value)
-
-
-def _ring_of(store, tail: Tail) -> list:
-    "What the rings take after a crop within the last chunk: recent tokens, from its tail."
-    recent = store.recipe.recent
-    n = min(tail.end - tail.first, recent)
-    slots = ring_slots((tail.end - n) % max(recent, 1), n, recent, store.device)
-    states = (x[:, :, x.shape[2] - n :].to(store.device) for x in (tail.key, tail.value))
-    return [ExactUpdate(slots, x, None) for x in states]
 
 
 def length_without(
@@ -584,36 +539,27 @@ def crop(
 ) -> Tail | None:  # what is left of it; None if the crop went deeper
     """Forget the last `tokens` tokens (transformers passes a negative count). Raises
     ValueError if so many are not held."""
-    length, left = length_without(self, tokens), None
+    length = length_without(self, tokens)
     if length == self.length:
         return tail
-    if tail is not None and tail.end == self.length and tail.past <= length:
-        key, value = (x[:, :, : length - tail.first].clone() for x in (tail.key, tail.value))
-        left = Tail(tail.first, tail.past, key, value)
-        since, ring = self._recent_from, _ring_of(self, left)
-    else:
-        since, ring = self.clock.cut(self, length)
-    end = None if self.end is None else self.end.clamp(max=length)
+    if (left := crop_together([self], self.length - length, [tail])) is not None:
+        return left[0]
+    since, ring = self.clock.cut(self, length)
 
     def change():
         self.length, self._recent_from = length, min(since, length)
         for part, new in zip(self.parts, ring):
             part.exact.put(new)
-        if end is not None:
-            self.ranges.end = end
-            self.changed()
         self.clock.count(length)
 
     commit(change)
-    return left
 
 # %% ../../nbs/15_store.ipynb #74f68490
 def _of_one_chunk(stores, tails) -> bool:
-    "Whether stores hold the same tokens, from the first on, and tails end with them."
+    "Whether stores hold the same tokens, and tails end with them."
     kinds = set()
     for s, t in zip(stores, tails):
-        ends = t is not None and (t.end, t.key.device) == (s.length, s.device)
-        if not ends or s.offset or s.end is not None:
+        if t is None or t.end != s.length:
             return False
         kinds.add((s.length, s.recipe.recent, s.clock.fixed, s.device, t.first, t.past))
     return len(kinds) == 1
@@ -629,7 +575,7 @@ def crop_together(
     their last chunk; else None, and nothing has happened."""
     one, tail, recent = stores[0], tails[0], stores[0].recipe.recent
     length = one.length - tokens
-    if not _of_one_chunk(stores, tails) or not 0 < tail.past <= length < one.length:
+    if not _of_one_chunk(stores, tails) or not tail.past <= length < one.length:
         return None
     # the ring's slots that forgotten tokens took, in one piece or two
     at, end = max(length - recent, tail.first, 0), min(one.length - recent, length)
@@ -649,7 +595,7 @@ def crop_together(
             if to:
                 torch._foreach_copy_(to, values)
         for s in stores:
-            s.length = length
+            s.length, s._recent_from = length, min(s._recent_from, length)
 
     commit(change)
     cut = lambda x: x[:, :, : length - tail.first]
@@ -658,11 +604,7 @@ def crop_together(
 # %% ../../nbs/15_store.ipynb #caf5913a
 @patch
 @without_autograd
-def evict(
-    self: KVStore,
-    before: int,
-    then=lambda: None,  # what is done, too, or neither
-) -> None:
+def evict(self: KVStore, before: int) -> None:
     """Free whole tiles of positions below `before`, which nothing attends to any more (sliding
     windows)."""
     before = checks.whole(before, "before")
@@ -673,7 +615,7 @@ def evict(
         return
     live = math.ceil((self.length - self.offset) / self.tile) - tiles
     keep = self.capacity // self.tile if self.max_length is not None else live
-    replace_tiles(self, tiles, keep, then)
+    replace_tiles(self, tiles, keep)
 
 
 @patch
@@ -703,7 +645,7 @@ def bytes_by_kind(store: KVStore) -> dict:
     out = dict.fromkeys(("planes", "scale", *extras, "exact", "mean"), 0)
     out |= {name: x.nbytes for name, x in frame.items()}
     flags = (run.flags for run in store.runs)
-    numbers = (store.start, store.end, store.clock.position, *flags)
+    numbers = (store.start, store.clock.position, *flags)
     out["range"] = sum(t.nbytes for t in numbers if t is not None)
     for part in (p for run in store.runs for p in run.parts):
         out["exact"] += sum(t.nbytes for t in part.exact.tensors.values())
@@ -746,7 +688,7 @@ def _coded_bytes(spec: Spec, d: int, tile: int) -> int:
 def expected_nbytes(store: KVStore) -> int:
     "What `nbytes` must equal, from the recipe and the number of tiles."
     rows, itemsize = store.batch * store.heads, store.dtype.itemsize
-    total = 8 * store.batch * (1 if store.end is None else 2)
+    total = 8 * store.batch
     total += 4 * store.clock.fixed + (0 if store.flags is None else 24)
     total += 2 * store.heads * store.key.q.d * len(store.key.frame_names)
     r, tiles = store.recipe, store.capacity // store.tile

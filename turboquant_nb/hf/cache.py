@@ -183,6 +183,7 @@ from turboquant_nb.hf.model_info import (
     adapters_of,
     check_weights,
     plan_layers,
+    sides_of,
     weights_of,
 )
 from .graphs import compile_ahead
@@ -269,12 +270,7 @@ def _check_memory(info: ModelInfo, model, others: dict) -> None:
 def _table_bytes(layers: list) -> tuple:
     """Bytes of what layers under a budget share: of rotations, codebooks and frequencies, and
     of cosines and sines of a position, fp16."""
-    sides = {
-        side
-        for x in layers
-        for r in x.tiers
-        for side in ((r.key, x.info.key_size), (r.value, x.info.value_size))
-    }
+    sides = {side for x in layers for r in x.tiers for side in sides_of(x.info, r)}
     qs = [shared_quantizer(*side, torch.device("cpu")) for side in sides]
     found = {t.data_ptr(): t.nbytes for q in qs for t in (*q.rotation.tables, *q.code.tables)}
     row = sum(4 * len(f) for f in {x.inv_freq or () for x in layers})
@@ -287,8 +283,7 @@ def _check_chains(info: ModelInfo, recipes: list, device, backend: str) -> None:
     if device is None or device.type != "cuda" or backend == "torch":
         return
     for layer, recipe in zip(info.coded, recipes):
-        sides = (recipe.key, layer.key_size), (recipe.value, layer.value_size)
-        for spec, size in () if layer.sized_by else sides:
+        for spec, size in sides_of(layer, recipe):
             code = find_code(spec, size)
             if code.windows and (why := code.refuses("windows")):
                 raise ValueError(
@@ -447,11 +442,11 @@ class TurboQuantCache(Cache):
         elif (tokens, floor, full, on_tier) != (None, "k2v2", "error", None):
             raise ValueError("tokens, floor, full and on_tier belong to memory=, got none")
         recipes = plan_layers(self.info, recipe, bits, calibration, budget)
+        device = getattr(own, "device", None)
         if attention != "dense":
-            _check_chains(self.info, recipes, getattr(own, "device", None), backend)
+            _check_chains(self.info, recipes, device, backend)
         self.frame = _frame_for(self.info, recipes, own, frame, calibration, tokenizer)
         frames = self.frame.frames if self.frame else [None] * len(recipes)
-        device = getattr(own, "device", None)
         if self.frame and device is not None and device.type != "meta":
             for x in frames:  # before a pass, which would wait for it
                 x.on(device)
@@ -807,16 +802,9 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         raise ValueError(f"crop takes a negative number of tokens to remove, got {-n}")
     if not self.is_initialized or not n:
         return
-    if self.clock.fixed:
+    # passes with drafts are replayed, so no tensor may move
+    if self.clock.fixed or (self.drafting and self.store.clock.fixed and not self.tiers):
         self.tail = self.store.crop(n, self.tail)
-        return
-    # passes with drafts are replayed, so no tensor may move; the host knows the length
-    if self.drafting and self.store.clock.fixed and not self.tiers:
-        self.store.clock.known = True
-        try:
-            self.tail = self.store.crop(n, self.tail)
-        finally:
-            self.store.clock.known = False
         return
     self.make_growing()
     if not self.drafting:
@@ -1100,11 +1088,12 @@ def prefetch(self: TurboQuantLayer) -> None:
         self.store.to(self.store.home)
 
 # %% ../../nbs/reference/hf_cache.ipynb #ea42c5f4
-from .hooks import GenerateWith
+import inspect
 
 # %% ../../nbs/reference/hf_cache.ipynb #c48b9fd7
 class Default:
-    "The cache that a model's `generate()` uses where its caller gives none."
+    """Stands in the place of a model's `generate`: gives it a cache where its caller brings
+    none. A file, a copy or a pickle of the model has the model's own."""
 
     def __init__(
         self,
@@ -1114,6 +1103,8 @@ class Default:
     ):
         self.model, self.settings = weakref.ref(model), dict(recipe=recipe, **settings)
         self.cache, self.report = None, None  # of the call that runs; of the last one
+        self.__signature__ = inspect.signature(model.generate)
+        self.__name__, self.__doc__ = "generate", model.generate.__doc__
         self.made()
 
     def made(self) -> TurboQuantCache:
@@ -1138,10 +1129,18 @@ class Default:
         self.cache = self.made()
         return dict(past_key_values=self.cache, use_cache=True, cache_implementation=None)
 
-    def done(self) -> None:
-        "Note what the cache of a call held, and let go of it."
-        if self.cache is not None:
-            self.report, self.cache = self.cache.report(), None
+    def __call__(self, *args, **kwargs):
+        "The model's `generate`; then what its cache held is noted, and let go."
+        model, given = self.model(), self.__signature__.bind_partial(*args, **kwargs).arguments
+        given = given | given.pop("kwargs", {})
+        try:
+            return type(model).generate(model, *args, **kwargs | self.add(given))
+        finally:
+            if self.cache is not None:
+                self.report, self.cache = self.cache.report(), None
+
+    def __reduce__(self):
+        return getattr, (self.model(), "generate")  # its class's: nothing is in it yet
 
 
 def enable(
@@ -1153,13 +1152,17 @@ def enable(
     cache and asks for none; `disable(model)` undoes it."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps generates itself
     disable(model)
-    default = Default(model, recipe, **settings)
-    GenerateWith(model, default.add, default.done).put()
+    default = model.generate = Default(model, recipe, **settings)
     return default
 
 
 def disable(
     model,  # of transformers, or what torch.compile made of it
 ) -> None:
-    "Let a model generate as it did before `enable`."
-    GenerateWith.take(getattr(model, "_orig_mod", model))
+    """Let a model generate as it did before `enable`. Raises TypeError for what cannot
+    generate."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
+        got = type(model).__name__
+        raise TypeError(f"model must be one of transformers that generates, got {got}")
+    vars(model).pop("generate", None)

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['After', 'listen_to_passes', 'Instead', 'hooked', 'split_mask', 'AttentionCall', 'as_interface', 'register',
            'attention_name', 'Attend', 'eagerly', 'MaskLength', 'listening', 'listen_to_masks', 'serve_handles',
-           'serve_expansions', 'Ask', 'wants_weights', 'Detour', 'GenerateWith', 'running_model', 'each_layer', 'Pass',
-           'Padding', 'RowStarts', 'repeated_starts', 'learn_from_scores_mask', 'check_size', 'check_mask',
-           'check_positions', 'causal_mask_function', 'sdpa_mask']
+           'serve_expansions', 'Ask', 'wants_weights', 'Detour', 'running_model', 'each_layer', 'Pass', 'Padding',
+           'RowStarts', 'repeated_starts', 'learn_from_scores_mask', 'check_size', 'check_mask', 'check_positions',
+           'causal_mask_function', 'sdpa_mask']
 
 # %% ../../nbs/reference/hf_hooks.ipynb #f2eda8d2
 import inspect
@@ -389,46 +389,6 @@ class Detour:
                 del model.forward
                 if stands.before is not None:
                     model.forward = stands.before
-
-# %% ../../nbs/reference/hf_hooks.ipynb #f7a1b15e
-class GenerateWith:
-    "Stands in the place of a model's `generate`: `add` returns the arguments to call it with."
-
-    def __init__(
-        self,
-        model: nn.Module,  # of transformers
-        add: Callable,  # of the arguments by name: {name: more of them}
-        done: Callable = lambda: None,  # called after it, also if it failed
-    ):
-        self.model, self.add, self.done = weakref.ref(model), add, done
-        self.__signature__ = inspect.signature(model.generate)
-        self.__name__, self.__doc__ = "generate", model.generate.__doc__
-
-    def __call__(self, *args, **kwargs):
-        model, given = self.model(), self.__signature__.bind_partial(*args, **kwargs).arguments
-        given = given | given.pop("kwargs", {})
-        try:
-            return type(model).generate(model, *args, **kwargs | self.add(given))
-        finally:
-            self.done()
-
-    def __reduce__(self):  # a copy or a pickle of the model has its own
-        return getattr, (self.model(), "generate")  # its class's: nothing is in it yet
-
-    def put(self) -> Callable:
-        "Hook; what it returns takes that back."
-        model = self.model()
-        self.take(model)
-        model.generate = self
-        return partial(self.take, model)
-
-    @staticmethod
-    def take(model: nn.Module) -> None:
-        "Let a model generate as its class does. Raises TypeError for what cannot generate."
-        if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
-            got = type(model).__name__
-            raise TypeError(f"model must be one of transformers that generates, got {got}")
-        vars(model).pop("generate", None)
 
 # %% ../../nbs/reference/hf_hooks.ipynb #5b0e0002
 def running_model(cache) -> tuple:  # (model, its arguments by name), or (None, {})

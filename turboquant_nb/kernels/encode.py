@@ -1833,7 +1833,7 @@ def _is_short(store: KVStore, plan: AppendPlan, k, v) -> bool:
     room = math.inf  # it can be made
     if store.max_length is not None:
         room = min(store.key.memory.tiles * store.tile, store.max_length)
-    return 0 < n <= plan.tokens and at + n <= room and store.end is None and at > 0
+    return 0 < n <= plan.tokens and at + n <= room and at > 0
 
 
 _make_room = without_autograd(make_room)
