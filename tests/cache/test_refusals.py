@@ -93,7 +93,6 @@ EVERY = {  # refused by every store
     "select: nobody": (ValueError, lambda s: s.select(torch.tensor([], dtype=torch.long))),
     "select: beyond the last": (ValueError, lambda s: s.select(torch.tensor([0, B]))),
     "select: before the first": (ValueError, lambda s: s.select(torch.tensor([-B - 1, 0]))),
-    "repeat: never": (ValueError, lambda s: s.repeat(0)),
     "evict: a fraction": ((TypeError, ValueError), lambda s: s.evict(0.5)),
     "read: beyond the length": (ValueError, lambda s: s.read(0, 1000)),
     "coded: backwards": (ValueError, lambda s: s.coded("key", 5, 3)),

@@ -162,7 +162,7 @@ def _put_recurrent(cache: TurboQuantCache, tensors: Saved, device) -> None:
                     layer.has_previous_state[at] = True
 
 
-def _by_store(tensors: Saved, count: int, path) -> list:
+def _by_store(tensors: Saved, count: int) -> list:
     "Take the tensors of each store out of what a file holds."
     own = [Saved() for _ in range(count)]
     for name in [*tensors]:
@@ -204,7 +204,7 @@ def from_states(
             f"{path} must have {len(info.coded)} stores for its recipes, got {len(states)}"
         )
     stores = []
-    for x, own, state in zip(info.coded, _by_store(tensors, len(states), path), states):
+    for x, own, state in zip(info.coded, _by_store(tensors, len(states)), states):
         length = None if x.sliding_window is not None and not static else max_length
         try:
             stores.append(store_of(own, state, device, length))

@@ -9,6 +9,7 @@ __all__ = ['Report', 'report_of', 'Flags', 'TurboQuantCache', 'Default', 'enable
 from collections import Counter
 
 from ..cache.store import bytes_by_kind, tables_of
+from .frame import came_from
 from .model_info import recipes_to_json
 
 # %% ../../nbs/reference/hf_cache.ipynb #008dd632
@@ -100,7 +101,6 @@ def _budget_of(cache) -> dict:
 
 def report_of(
     cache,  # a TurboQuantCache
-    frame: str = "none",  # where the frame of its keys came from
 ) -> Report:
     """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
     included), per value that an uncompressed cache of this model would hold."""
@@ -141,7 +141,7 @@ def report_of(
         captured_by=_captured_by(layers),
         graphs=cache.runner.report(),
         budget=_budget_of(cache),
-        frame=frame,
+        frame=came_from(cache.frame),
         recipe=recipes_to_json(cache.recipes),
     )
 
@@ -174,7 +174,7 @@ from turboquant_nb.hf.hooks import (
     serve_expansions,
     serve_handles,
 )
-from .frame import came_from, frame_of
+from .frame import frame_of
 from .attention import NAME, mask_on_codes
 from .layer import DRAFTS, MixedLayer, Reader, TurboQuantLayer
 from turboquant_nb.hf.model_info import (
@@ -320,16 +320,12 @@ def _frame_for(info, recipes, model, frame, calibration, tokenizer) -> Calibrati
     return frame_of(model, tokenizer, info)
 
 # %% ../../nbs/reference/hf_cache.ipynb #01c4c5d7
-def _checkpoints(model) -> bool:
-    "Whether a model's layers compute again in the backward pass, which none does in eval mode."
-    return any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-
-
 def _check_pass(cache, module, kwargs: dict) -> int:
     """How many drafts end this first chunk. Raises ValueError for a pass of which transformers
     would make another one than was asked for, without a word; `check_positions` sees where it
     begins, where transformers made no mask that says it."""
-    if module.training and _checkpoints(module):
+    again = lambda m: getattr(m, "gradient_checkpointing", False)  # not in eval mode
+    if module.training and any(map(again, module.modules())):
         raise ValueError(
             "gradient checkpointing takes every cache away from a model that trains: "
             "model.eval(), or model.gradient_checkpointing_disable()"
@@ -749,7 +745,6 @@ class TurboQuantCache(Cache):
         n: int,  # new tokens of each
         # [B, held + n], 1 = real; None, or of four dimensions: says nothing of padding
         attention_mask,
-        config,  # of the model; not looked at
     ):
         """What a mask function of transformers is asked before a pass of n tokens: refuse what
         does not fit, and learn what padding there is. Returns the mask function for attention
@@ -780,7 +775,7 @@ class TurboQuantCache(Cache):
     def report(self) -> Report:
         """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
         included), per value that an uncompressed cache of this model would hold."""
-        return report_of(self, came_from(self.frame))
+        return report_of(self)
 
 # %% ../../nbs/reference/hf_cache.ipynb #773b789b
 import copy

@@ -228,7 +228,7 @@ class MaskLength(int):
         cache,
         layer,  # that the mask is for
     ) -> "MaskLength":
-        """A cache has a method `hear(layer, batch, n, attention_mask, config)`, which returns a
+        """A cache has a method `hear(layer, batch, n, attention_mask)`, which returns a
         mask function or None."""
         new = cls(length)
         new.cache, new.layer = cache, layer
@@ -245,8 +245,8 @@ def listening(make_mask: Callable) -> Callable:
             return make_mask(batch_size, q_length, kv_length, *args, **kwargs)
         if torch.compiler.is_compiling():
             return eagerly(run, batch_size, q_length, kv_length, *args, **kwargs)
-        told = kwargs.get("attention_mask"), kwargs.get("config")
-        own = kv_length.cache.hear(kv_length.layer, batch_size, q_length, *told)
+        mask = kwargs.get("attention_mask")
+        own = kv_length.cache.hear(kv_length.layer, batch_size, q_length, mask)
         if own is not None:
             return own(batch_size, q_length, kv_length, *args, **kwargs)
         return make_mask(batch_size, q_length, int(kv_length), *args, **kwargs)
