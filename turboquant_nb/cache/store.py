@@ -68,9 +68,9 @@ def _encoded(store, states, names) -> list:
     "New states coded by PyTorch."
     first, last = store.length, store.length + states[0].shape[2]
     out = []
-    for side, x, name in zip(("key", "value"), states, names):
-        mean = store.center(side, first, last)
-        out.append(encode(getattr(store, side).q, x, mean, name))
+    for part, x, name in zip(store.parts, states, names):
+        rows = angles(store, first, last) if part.q.centre.rotates else None
+        out.append(encode(part.q, x, part.center(rows), name))
     return out
 
 
