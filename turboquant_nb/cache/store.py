@@ -288,7 +288,10 @@ def capacity(self: KVStore) -> int:
 def nbytes(self: KVStore) -> int:
     """Bytes held by this layer's tensors, slack included. Tables are shared between layers;
     see `tables`."""
-    return sum(bytes_by_kind(self).values())
+    flags = (run.flags for run in self.runs)
+    numbers = (self.start, self.clock.position, *flags, *self.runs[0].key.frame)
+    rows = [t for run in self.runs for p in run.parts for t in p.row_tensors.values()]
+    return sum(t.nbytes for t in (*rows, *numbers) if t is not None)
 
 
 @patch
