@@ -614,7 +614,6 @@ def attended_store(
     win=16,
     m=0,
     start=None,
-    end=None,
     rotary=None,
     rotating=None,
     static=False,
@@ -668,8 +667,6 @@ def attended_store(
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
     store.append(k[:, :, :-n], v[:, :, :-n])
     store.append(k[:, :, -n:], v[:, :, -n:])
-    if end is not None:
-        store.set_range(end=torch.tensor(end))
     if tiers:
         store.settle((0, *tiers, T))
     if evict:

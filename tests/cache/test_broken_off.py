@@ -101,7 +101,7 @@ def seen(one) -> list:
             codes = part.memory.read(0, run.length - run.offset)
             out += [*codes[:2], *(codes.residual or {}).values()]
             out += [x for x in part.frame if x is not None]
-    out += [one.start] if one.end is None else [one.start, one.end]
+    out += [one.start]
     ends = [x for run in one.runs for x in (run.offset, run.length)]
     numbers = one.batch, *ends, *one.ranges.starts
     return [*out, torch.tensor(numbers)]
@@ -109,8 +109,6 @@ def seen(one) -> list:
 
 def later(one) -> list:
     "What attention gives after another token."
-    if one.end is not None:
-        one.set_range(end=None)
     new = (x[:1, : one.heads] for x in states(1, seed=7, d=one.key.q.d))
     one.append(*(x.expand(one.batch, -1, -1, -1).to(one.device) for x in new))
     q = torch.ones(one.batch, 2 * one.heads, 1, one.key.q.d, device=one.device) / 3
@@ -138,17 +136,12 @@ def with_tail(make, n: int = 3):
     return one
 
 
-def ended(one):
-    one.set_range(end=torch.tensor([one.length, 7]))
-    return one
-
-
 def by_position(one):
     _append_by_position(AppendOperands.of(one, *states(2)))
 
 
-def moved(one, **more):
-    one.set_range(start=torch.tensor([0, 4]), k=states(20)[0], v=states(20)[1], **more)
+def moved(one):
+    one.set_range(torch.tensor([0, 4]), *states(20))
 
 
 def together(stores):
@@ -176,27 +169,24 @@ UPDATES = {
         lambda: with_tail(partial(store, 20)),
         lambda one: one.crop(2, one.tail),
     ),
-    "a crop of ends": (lambda: ended(store(20)), lambda one: one.crop(14)),
     "a crop of old tokens": (aged, lambda one: one.crop(30)),
     "crops of two stores": (
         lambda: [with_tail(partial(store, 20)) for _ in range(2)],
         together,
     ),
-    "rows": (lambda: ended(store(20)), lambda one: one.select(torch.tensor([1, 1, 0]))),
-    "rows repeated": (partial(store, 20), lambda one: one.repeat(2)),
+    "rows": (partial(store, 20), lambda one: one.select(torch.tensor([1, 1, 0]))),
     "starts of nothing": (
         partial(store, 0),
         lambda one: one.set_range(start=torch.tensor([0, 2])),
     ),
-    "starts and ends": (partial(store, 20), partial(moved, end=15)),
+    "starts": (partial(store, 20), moved),
     "starts where all is exact": (partial(tiered, 20), moved),
-    "ends": (partial(store, 20), ended),
     "room": (partial(store, 20), lambda one: make_room(one, 40)),
     "freed tiles": (aged, lambda one: one.evict(12)),
     "freed exact tiles": (aged, lambda one: one.evict(33)),
     "exact rows": (aged, lambda one: one.select(torch.tensor([1, 1, 0]))),
     "a chunk behind old tokens": (aged, chunk(13)),
-    "a move": (lambda: ended(store(20)), lambda one: one.to("cpu")),
+    "a move": (partial(store, 20), lambda one: one.to("cpu")),
     "static: a first chunk": (partial(fixed, 0), chunk(9)),
     "static: a chunk": (partial(fixed, 20), chunk(9)),
     "static: a token": (partial(fixed, 20), token),

@@ -47,15 +47,6 @@ def test_freed_tiles_of_a_bounded_store_stay_allocated():
         same(a, b.contiguous())
 
 
-def test_a_crop_takes_the_ends_of_rows_along():
-    "An end beyond what is left would hide nothing now and show too much later."
-    store = small()
-    store.append(*states(40))
-    store.set_range(end=torch.tensor([38, 20]))
-    store.crop(10)
-    assert store.length == 30 and store.end.tolist() == [30, 20]
-
-
 @pytest.mark.parametrize("start", ((0, 0), (0, 9)))
 def test_any_part_of_a_store_is_read_as_the_whole_is(start):
     "Exact tokens at the ends of the part, inside it and beside it."
@@ -119,14 +110,12 @@ def test_a_range_is_checked_entry_by_entry_and_is_the_stores_own():
     assert store.ranges.starts == (0, 0, 0) and KVStore(Recipe(), 1, 1, 8).ranges.starts == (0,)
     store.append(*(torch.randn(3, 1, 9, 8) for _ in "kv"))
     for bad in ([0, 3, 10], [10, 0, 3], [-1, 3, 9]):
-        with refuses("end must be from 0 to 9"):
-            store.set_range(end=torch.tensor(bad))
+        with refuses("start must be from 0 to 9"):
+            store.set_range(torch.tensor(bad), *store.read())
     for mine, want in ((torch.tensor([9, 3, 0]), [9, 3, 0]), (torch.tensor([4]), [4, 4, 4])):
-        store.set_range(end=mine)
+        store.set_range(mine, *store.read())
         mine.zero_()
-        assert store.end.tolist() == want
-        store.end[0] -= 1
-        assert store.end.tolist() == [want[0] - 1, *want[1:]]
+        assert store.start.tolist() == want == [*store.ranges.starts]
 
 
 def test_an_empty_store_has_no_tile():

@@ -166,9 +166,10 @@ def test_what_no_window_reaches_is_not_read(gen):
         rule=Rule(sliding_window=43),
     )[0]
     want = read()
-    codes.cell.views(cache)["value scale"][0] = torch.nan
+    scales = codes.memories(cache)[1].tensors["scale"][0]  # [H, blocks, tokens]
+    scales[:, 0] = torch.nan
     assert torch.equal(read(), want)
-    codes.cell.views(cache)["value scale"][1, 0, 0] = torch.nan  # 16, the first that is seen
+    scales[0, 1, 0] = torch.nan  # 16, the first that is seen
     assert read().isnan().any()
 
 

@@ -44,7 +44,7 @@ def digest(store) -> dict:
         for i, part in enumerate(part for run in store.runs for part in run.parts)
         for name, t in part.tensors.items()
     }
-    numbers = dict(start=store.start, end=store.end, position=store.clock.position)
+    numbers = dict(start=store.start, position=store.clock.position)
     tensors |= {name: t for name, t in numbers.items() if t is not None}
     tensors |= dict(zip(("read k", "read v"), store.read()))
     plain = ("length", "offset", "batch", "capacity", "nbytes")
@@ -93,7 +93,6 @@ EVERY = {  # refused by every store
     "select: nobody": (ValueError, lambda s: s.select(torch.tensor([], dtype=torch.long))),
     "select: beyond the last": (ValueError, lambda s: s.select(torch.tensor([0, B]))),
     "select: before the first": (ValueError, lambda s: s.select(torch.tensor([-B - 1, 0]))),
-    "repeat: never": (ValueError, lambda s: s.repeat(0)),
     "evict: a fraction": ((TypeError, ValueError), lambda s: s.evict(0.5)),
     "read: beyond the length": (ValueError, lambda s: s.read(0, 1000)),
     "coded: backwards": (ValueError, lambda s: s.coded("key", 5, 3)),
@@ -117,23 +116,20 @@ VALUES = {  # refused where there is room
 FULL = {"append: full": (ValueError, lambda s: s.append(*states(1)))}
 HELD = {  # refused where tokens are held
     "set_range: without states": (ValueError, lambda s: s.set_range(start=1)),
-    "set_range: too few states": (ValueError, lambda s: s.set_range(1, None, *states(3))),
+    "set_range: too few states": (ValueError, lambda s: s.set_range(1, *states(3))),
     "set_range: NaN in what is coded again": (
         ValueError,
-        lambda s: s.set_range(1, None, *spoiled(s.length, NAN)),
+        lambda s: s.set_range(1, *spoiled(s.length, NAN)),
     ),
     "set_range: Inf in values that are coded again": (
         ValueError,
-        lambda s: s.set_range(1, None, *spoiled(s.length, INF, 1)),
+        lambda s: s.set_range(1, *spoiled(s.length, INF, 1)),
     ),
-    "set_range: end beyond the length": (ValueError, lambda s: s.set_range(end=1000)),
 }
 FIXED = {
     "evict: static": (ValueError, lambda s: s.evict(16)),
     "select: other rows": (ValueError, lambda s: s.select(torch.tensor([0]))),
-    "repeat: other rows": (ValueError, lambda s: s.repeat(2)),
     "to: another device": (ValueError, lambda s: s.to("meta")),
-    "set_range: ends": (ValueError, lambda s: s.set_range(end=5)),
 }
 REFUSED = [
     (name, what, *how)
@@ -168,21 +164,12 @@ def without_ids(found: dict) -> dict:
     return {name: x for name, x in found.items() if name != "quantizers"}
 
 
-def test_ends_refuse_an_append():
-    store = filled("grows")
-    store.set_range(end=torch.tensor([21, 20]))
-    before = digest(store)
-    with refuses("sequences have ends"):
-        store.append(*states(1))
-    assert digest(store) == before
-
-
 def test_a_range_that_was_freed_is_refused():
     store = filled("grows")
     store.evict(16)
     before = digest(store)
     with refuses("were freed"):
-        store.set_range(1, None, *states(21))
+        store.set_range(1, *states(21))
     with refuses("positions must lie in"):
         store.read(0)
     assert digest(store) == before

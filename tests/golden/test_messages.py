@@ -18,6 +18,7 @@ _PLAN = "of the target of an encode, which is no object any more"
 _WEB = "of the side-by-side page, which is a conversation now"
 _INSTALL = "by `checks.missing`, with the repository's address: no index has the package"
 _HEAD = "of a GGUF file; its library says so, and cli/app that it is damaged"
+_ENDS = "sequences begin somewhere, and end with their store"
 _JOIN = "by `blocks.join_piece`, which joins the pieces of a store and of an engine"
 GONE: dict[str, str] = {
     "own and past must be [T, Hq, d] alike, their log-sum-exps [T, Hq], got {}, {}, {}, {}": (
@@ -170,6 +171,9 @@ GONE: dict[str, str] = {
     "{} holds a single store, not a cache; read it with KVStore.load": "no such files",
     "only a filled cache whose layers are all coded can be saved": "others can be saved, too",
     "tokens were cropped lately": "or rows moved",
+    "sequences have ends": _ENDS,
+    "a static store has no ends: a captured step would not see them": _ENDS,
+    "sequences have ends; set_range(end=None) clears them before an append": _ENDS,
 }
 
 

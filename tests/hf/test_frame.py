@@ -205,7 +205,7 @@ def test_ids_of_text_and_drawn_ones(monkeypatch):
     model = fresh()
     ids = F.text_ids(model, Letters())
     assert ids.shape == (4, 248) and len(F.frame_texts()) == 4  # nearly all that it reads
-    assert F.text_ids(model, Letters(), ["some words"] * 2, 7).shape == (2, 7)
+    assert F.text_ids(model, Letters(), ["some words"] * 2).shape == (2, 10)
     assert all(len(set(row.tolist())) > 15 for row in ids)
     drawn = F.drawn_ids(model)
     assert drawn.shape == (4, 248) and torch.equal(drawn, F.drawn_ids(model))
@@ -215,7 +215,7 @@ def test_ids_of_text_and_drawn_ones(monkeypatch):
     want = 1 / torch.arange(1, VOCAB + 1).double()
     assert (count - want / want.sum()).abs().max() < 0.03 and len(count) == VOCAB
     monkeypatch.setattr(F, "longest_context", lambda config: None)
-    assert F.drawn_ids(model).shape == (4, 512) and F.drawn_ids(model, 600).shape == (4, 600)
+    assert F.drawn_ids(model).shape == (4, 512)
 
 
 # --- adapters

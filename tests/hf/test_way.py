@@ -91,8 +91,7 @@ def test_equal_tokens_on_codes_under_any_attention(name, attention, way):
     assert torch.equal(tokens(model, inputs, cache, **WAYS[way]), want)
     assert on_codes(cache) and not cache.report()["dense"]
     assert model.config._attn_implementation == attention
-    each = cache.report()["by_layer"]
-    assert len(each) == 2 and all(x["prefill"] for x in each.values())
+    assert len(cache.coded_layers) == 2 and all(x.calls["prefill"] for x in cache.coded_layers)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_recent_and_first_tokens(held, asked, gen):
     counts = [len(keys) for (keys, _), _ in near.read(places, 1)]
     assert max(counts) == min(sinks, max(0, 45 - m - tokens)) and min(counts) == 0
     want = check(plan, cache, read, q, exact, rule)
-    scale = plan.views(cache)["key scale"]
+    scale = plan.memories(cache)[0].tensors["scale"][0].transpose(0, 1)
     for row, count in zip(table, counts):
         for t in range(count):
             scale[row[t // plan.cell.tokens], :, t % plan.cell.tokens] = torch.nan
@@ -445,7 +445,7 @@ def test_windows_are_searched_by_the_kernel(gen):
     assert (mine != theirs).sum() <= (20 if CUDA else 2) and (theirs != cache).any()
     k[2, 0, 5] = torch.inf
     append_cells(mine, plan, k, v, slots)
-    assert plan.views(mine)["key scale"][0, 0, 3].isnan()
+    assert plan.memories(mine)[0].tensors["scale"][0, 0, 0, 3].isnan()
 
 
 @needs_triton

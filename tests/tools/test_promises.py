@@ -57,12 +57,12 @@ packing.Layout.__init__ along='channel' tile=256
 packing.unpack tokens=None
 memory.Part.__init__ tile=256 device='cpu'
 memory.Part.allocate sinks=0 recent=0 dtype=torch.float32 tiles=0 blank=None
-exact.Ranges.__init__ device='cpu' start=None
+exact.Ranges.__init__ starts=None
 store.KVStore.__init__ d_value=None dtype=torch.float32 device='cpu' max_length=None
     tile=256 static=False inv_freq=None tokens=0 frame=None
 store.KVStore.append names=('k',·'v')
 store.KVStore.read first=None last=None framed=False
-store.KVStore.set_range start=None end=None k=None v=None
+store.KVStore.set_range k=None v=None
 store.tail_with names=('k',·'v')
 store.KVStore.crop tail=None
 attention.Rule.__init__ scaling=None sliding_window=None softcap=None causal=True

@@ -6,6 +6,7 @@
 __all__ = ['FLOORS', 'BLOCK', 'RECENT', 'coarser', 'ladder', 'room', 'PlainMemory', 'TieredStore', 'Stand', 'Budget']
 
 # %% ../../nbs/15_store.ipynb #63b00001
+from bisect import bisect_left
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
@@ -20,10 +21,17 @@ from .clock import check_states
 from .exact import commit, without_autograd
 from .memory import Memory, lay_out
 from .packing import TILE
-from .store import KVStore, _coded_bytes, _exchange, replace_tiles
+from turboquant_nb.cache.store import (
+    KVStore,
+    _coded_bytes,
+    _exchange,
+    cos_sin_of,
+    length_without,
+    replace_tiles,
+)
 from ..quant.quantizer import COARSER
 from ..quant.recipe import Recipe, preset
-from ..theory.centre import GROWTH, shared_cos_sin
+from ..theory.centre import GROWTH
 
 # %% ../../nbs/15_store.ipynb #63b00005
 FLOORS = {"k4v4": 0, "k3v3": 1, "k2v2-scalar": 2}  # planes that codes of 4 bits lose
@@ -109,16 +117,10 @@ class TieredStore(KVStore):
         self.planned = ()  # the `ends` after the next append; none: its tokens stay exact
         self.ahead = 0  # exact tokens that there shall be room for besides
         if self.recipes[0].key.centre.rotates:
-            size, device = self.key.q.d, self.device
-            table = isinstance(inv_freq, Tensor)
-            self.cos_sin = shared_cos_sin(inv_freq, size, device) if table else inv_freq
+            self.cos_sin = cos_sin_of(inv_freq, self.key.q.d, self.device)
         for part in self.parts:
             part.memory = PlainMemory(part.q.d, self.dtype)
             part.memory.allocate((self.batch, self.heads), self.device)
-
-    @property
-    def capacity(self) -> int:
-        return self.key.memory.tiles * BLOCK
 
     @property
     def runs(self) -> tuple:
@@ -140,8 +142,10 @@ class TieredStore(KVStore):
         "Whether n more exact tokens need no other tensor."
         return self.length + n - self.offset <= self.capacity
 
-    def new_run(self, tier: int, at: int) -> KVStore:
-        "An empty store for a tier, which begins at position `at`."
+    def run_of(self, tier: int, at: int) -> KVStore:
+        "The store of a tier; where it has none an empty one, which begins at position `at`."
+        if tier in self.tiers:
+            return self.tiers[tier]
         sizes = [part.q.d for part in self.parts]
         kind = self.batch, self.heads, *sizes, self.dtype, self.device
         more = dict(tile=self.tile, inv_freq=self.cos_sin, frame=self.codes_frame)
@@ -152,11 +156,11 @@ class TieredStore(KVStore):
 
 # %% ../../nbs/15_store.ipynb #63b00109
 @patch
-def resized(self: TieredStore, first: int, last: int) -> list:
-    """Cells with room for exact positions [first, last) and `ahead` more, in which those of
-    them lie that are held; nothing changes yet."""
-    tiles, out = room(last - first + self.ahead) // BLOCK, []
-    at, n = first - self.offset, max(0, min(self.length, last) - first)
+def resized(self: TieredStore, first: int, last: int, more: int = 0) -> list:
+    """Cells in which exact positions [first, last) lie, with room for so many more, and
+    `ahead`; nothing changes yet."""
+    n = last - first
+    tiles, at, out = room(n + more + self.ahead) // BLOCK, first - self.offset, []
     for part in self.parts:
         new = part.memory
         if at or tiles != new.tiles:
@@ -179,11 +183,10 @@ def have(self: TieredStore, cells: list, offset: int, length: int) -> None:
 
 @patch
 @without_autograd
-def make_room(self: TieredStore, last: int) -> None:
-    "Have room for exact tokens up to a position and `ahead` more, and for no others."
-    if self.capacity != room(last - self.offset + self.ahead):
-        cells = self.resized(self.offset, last)
-        commit(partial(self.have, cells, self.offset, self.length))
+def make_room(self: TieredStore, n: int) -> None:
+    "Have room for n exact tokens and `ahead` more, and for no others."
+    if self.capacity != room(n + self.ahead):
+        _keep(self, self.freed, self.length, n - (self.length - self.offset))
 
 
 @patch
@@ -191,7 +194,7 @@ def make_room(self: TieredStore, last: int) -> None:
 def hold_still(self: TieredStore) -> int:  # the position behind the last that there is room for
     "Let no exact token move until the next one finds no room; what is not held is 0."
     if not self.fits(1):
-        self.make_room(self.length + 1)
+        self.make_room(self.length - self.offset + 1)
     for part in self.parts:
         part.memory.states[:, :, self.length - self.offset :] = 0
     return self.offset + self.capacity
@@ -209,13 +212,16 @@ def piece(self: TieredStore) -> int:
 def settle(
     self: TieredStore,
     ends: tuple,  # as `TieredStore.ends`, none of them before it
-    k: Tensor | None = None,  # [B, H, n, d_key] new tokens, up to the last of `ends`
-    v: Tensor | None = None,
+    k: Tensor | None = None,  # [B, H, n, d_key] new tokens, up to the last of `ends`; None:
+    v: Tensor | None = None,  # those that are held stand so, as far as there are any
     names: tuple = ("k", "v"),  # how errors call them
 ) -> None:
     """Let tokens stand so: older ones move to fewer bits, new ones come, what lies before the
     first end is freed. If that is broken off, what was moved has moved, and nothing is lost."""
     first, *coded, length = ends
+    if k is None:
+        length = self.length
+        first = min(first, length)
     if first > self.freed:
         _keep(self, first, max(first, self.length))
     while True:
@@ -228,7 +234,7 @@ def settle(
         n = left if self.length >= coded[-1] else min(left, self.piece)
         at = self.length - self.offset
         if not self.fits(n):
-            self.make_room(self.length + n)
+            self.make_room(at + n)
         for part, x in zip(self.parts, (k, v)):
             first = x.shape[2] - left
             part.memory.states[:, :, at : at + n] = x[:, :, first : first + n]
@@ -243,7 +249,7 @@ def _code(store: TieredStore, last: int, names: tuple) -> None:
     more = store.tile if at % store.tile else store.piece
     to = min(at // store.tile * store.tile + more, last)
     cells = store.resized(to, store.length)
-    run = store.tiers.get(tier) or store.new_run(tier, at)
+    run = store.run_of(tier, at)
     _have_room(run, to)
     coded = copy(run)  # nobody reads what it writes behind the length of the other
     store.coder(coded, *store.read(at, to), names)
@@ -274,7 +280,7 @@ def _lose_planes(store: TieredStore, ends: tuple) -> None:
 def _drop_plane(store: TieredStore, tier: int, last: int) -> None:
     "Let the tokens of a tier up to a position stand in the next one."
     young = store.tiers[tier]
-    old = store.tiers.get(tier - 1) or store.new_run(tier - 1, young.offset)
+    old = store.run_of(tier - 1, young.offset)
     _have_room(old, last)
     n, at, step = last - young.offset, young.offset - old.offset, store.piece
     sinks = young.start[:, None] + torch.arange(young.recipe.sinks, device=young.device)
@@ -293,10 +299,8 @@ def _drop_plane(store: TieredStore, tier: int, last: int) -> None:
             store.tiers.pop(tier, None)
         store.changed()
 
-    if last < young.length:
-        young.evict(last, change)
-    else:
-        commit(change)
+    tiles = -(-n // store.tile)
+    replace_tiles(young, tiles, young.key.memory.tiles - tiles, change)
 
 # %% ../../nbs/15_store.ipynb #63b0000c
 @patch
@@ -326,18 +330,20 @@ def read(
     self: TieredStore,
     first: int | None = None,
     last: int | None = None,
-    framed: bool = False,  # not looked at: keys are as the model has them
     by: Callable = partial(KVStore.read, framed=True),  # (store, first, last): what reads codes
 ) -> tuple:
     "As `KVStore.read`; views where nothing of it is coded."
     first = self.freed if first is None else first
     last = self.length if last is None else last
+    old = []
+    for run in self.runs[:-1]:
+        lo, hi = max(first, run.offset), min(last, run.length)
+        if lo < hi:
+            k, v = by(run, lo, hi)
+            old.append((run.key.out_of_frame(k), v))
     a, b = (max(x, self.offset) - self.offset for x in (first, last))
-    out = tuple(part.memory.states[:, :, a:b] for part in self.parts)
-    spans = [(x, max(first, x.offset), min(last, x.length)) for x in self.runs[:-1]]
-    old = [(run, *by(run, lo, hi)) for run, lo, hi in spans if lo < hi]
-    old = [(run.key.out_of_frame(k), v) for run, k, v in old]
-    return tuple(torch.cat(x, 2) for x in zip(*old, out)) if old else out
+    exact = tuple(part.memory.states[:, :, a:b] for part in self.parts)
+    return tuple(torch.cat(x, 2) for x in zip(*old, exact)) if old else exact
 
 
 @patch
@@ -353,16 +359,13 @@ def evict(self: TieredStore, before: int) -> None:
 @without_autograd
 def crop(self: TieredStore, tokens: int, tail=None) -> None:
     "Forget the last tokens, as `KVStore.crop`, whose `tail` is not needed here."
-    n = abs(checks.whole(tokens, "tokens"))
-    if n > (held := self.length - self.freed):
-        raise ValueError(f"cannot crop {n} tokens of {held} held")
-    _keep(self, self.freed, self.length - n)
+    _keep(self, self.freed, length_without(self, tokens))
 
 
-def _keep(store: TieredStore, first: int, last: int) -> None:
-    "Hold no other positions than [first, last)."
+def _keep(store: TieredStore, first: int, last: int, more: int = 0) -> None:
+    "Hold no other positions than [first, last), with room for so many more exact tokens."
     begin = min(max(first, store.offset), last)
-    cells = store.resized(begin, last)
+    cells = store.resized(begin, last, more)
     left = {i: x for i, x in store.tiers.items() if x.length > first and x.offset < last}
 
     def change():
@@ -378,11 +381,11 @@ def _keep(store: TieredStore, first: int, last: int) -> None:
 
 
 @patch
-def code_again(self: TieredStore, start: Tensor, end: Tensor | None, k, v) -> None:
-    "Have other ranges, which nothing exact depends on. Raises ValueError behind codes."
+def code_again(self: TieredStore, start: Tensor, k, v) -> None:
+    "Begin elsewhere, which nothing exact depends on. Raises ValueError behind codes."
     if self.tiers:
         raise ValueError("start cannot move any more: a budget has coded tokens")
-    _exchange(self, (), start, end)
+    _exchange(self, (), start)
 
 # %% ../../nbs/15_store.ipynb #63b00014
 RECENT = 16  # newest tokens, which stay exact, as in the presets of these codes
@@ -421,11 +424,15 @@ class Stand:
     @property
     def nbytes(self) -> int:
         "Bytes of all tiers."
-        *coded, exact = [b - a for a, b in zip(self.ends, self.ends[1:])]
-        out = self.rest + room(exact + self.ahead) * self.cells[-1]
-        for n, cell in zip(coded, self.cells):
-            out += (n > 0) * self.sinks - (-n // TILE) * cell
+        out = self.rest + room(self.exact + self.ahead) * self.cells[-1]
+        for a, b, cell in zip(self.ends, self.ends[1:-1], self.cells):
+            out += (b > a) * self.sinks - ((a - b) // TILE) * cell
         return out
+
+    @property
+    def exact(self) -> int:
+        "Tokens that are exact."
+        return self.ends[-1] - self.ends[-2]
 
     def grown(self, n: int) -> "Stand":
         "With n more tokens, which are exact, and without what none of them sees."
@@ -437,23 +444,16 @@ class Stand:
         first = before // TILE * TILE
         return replace(self, ends=tuple(max(x, first) for x in self.ends))
 
-    def step(self, tier: int) -> int:
-        "Tokens that a tier gives together: a tile, or a block of what is exact."
-        return TILE if tier < len(self.cells) - 1 else BLOCK
+    def targets(self, tier: int) -> range:
+        "Where a tier may begin when it gave tokens to the next: whole tiles, or exact blocks."
+        is_exact = tier == len(self.cells) - 1
+        step, spared = (BLOCK, RECENT) if is_exact else (TILE, 0)
+        first = self.ends[tier] // step * step + step
+        return range(first, self.ends[tier + 1] - spared + 1, step)
 
-    def movable(self, tier: int) -> int:
-        "How often a tier can give these to the next one."
-        last, step = self.ends[tier + 1], self.step(tier)
-        if tier == len(self.cells) - 1:
-            last -= RECENT
-        return max(0, last // step - self.ends[tier] // step)
-
-    def moved(self, tier: int, times: int) -> "Stand":
-        "After a tier gave its oldest tokens to the next one, so often."
-        if not times:
-            return self
-        ends, at, step = [*self.ends], self.ends[tier], self.step(tier)
-        to = (at // step + times) * step
+    def moved(self, tier: int, to: int) -> "Stand":
+        "After a tier gave its oldest tokens, up to one of its targets, to the next one."
+        ends, at = [*self.ends], self.ends[tier]
         if tier == len(self.cells) - 1:  # a run that a crop has cut within a tile is filled
             full = min(to, -(-at // TILE) * TILE)
             ends[1:-1] = [full if x == at else x for x in ends[1:-1]]
@@ -496,28 +496,24 @@ class Budget:
         "That tables are for: of so many tokens, and of those that what is exact has room for."
         return length + length // 8
 
-    def shared(self, length: int) -> int:
-        "Bytes of tables that layers of so many tokens share."
-        return self.tables - (-self.positions(length) // GROWTH) * GROWTH * self.row
-
     def fits(self, sizes: list, length: int) -> bool:
         "Whether layers of so many bytes do, and what is made beside one of them, or of tables."
-        tables = self.shared(length)
+        tables = self.tables - (-self.positions(length) // GROWTH) * GROWTH * self.row
         return sum(sizes) + max(*sizes, tables) + tables <= self.memory
 
     def steps(self, stands: list):
         """(tier, layer) of who gives, in order: first what is exact, then most bits first; the
         last and the first layer last, sliding ones below 4 bits only after all others."""
         exact, order = len(self.recipes), [*range(1, len(stands)), 0]
-        lower = range(exact - 1, 0, -1)
-        for slides, tiers in ((0, [exact]), (1, [exact]), (0, lower), (1, lower)):
-            mine = [j for j in order if (stands[j].window is not None) == slides]
-            yield from ((i, j) for i in tiers for j in mine)
+        for tiers in ([exact], range(exact - 1, 0, -1)):
+            for slides in (False, True):
+                mine = [j for j in order if (stands[j].window is not None) == slides]
+                yield from ((i, j) for i in tiers for j in mine)
 
     def expect(self, stands: list, tokens: int) -> None:
         "Code at once what would not stay exact if layers held so many tokens."
         found, _ = self.moved([x.grown(tokens) for x in stands], tokens)
-        self.at_once = not any(x.movable(len(self.recipes)) for x in found)
+        self.at_once = not any(x.targets(len(self.recipes)) for x in found)
 
     def moved(self, stands: list, length: int) -> tuple:  # (a `Stand` of each layer, bool)
         "What stands fit in the fewest steps, or after all of them, and whether they fit."
@@ -525,13 +521,17 @@ class Budget:
         if self.fits(sizes, length):
             return now, True
         for i, j in self.steps(stands):
+            if not (targets := now[j].targets(i)):
+                continue
 
-            def fits(times, i=i, j=j) -> bool:
-                sizes[j] = now[j].moved(i, times).nbytes
+            def fits(to, i=i, j=j) -> bool:
+                sizes[j] = now[j].moved(i, to).nbytes
                 return self.fits(sizes, length)
 
-            times, done = _least(now[j].movable(i), fits)
-            now[j] = now[j].moved(i, times)
+            most = len(targets) - 1
+            if done := fits(targets[most]):
+                most = bisect_left(targets, True, hi=most, key=fits)
+            now[j] = now[j].moved(i, targets[most])
             sizes[j] = now[j].nbytes
             if done:
                 return now, True
@@ -550,7 +550,8 @@ def plan(
     now, held = [x.grown(n) for x in stands], stands[0].ends[-1]
     end = max(x.ends[-1] for x in now)
     if self.at_once:
-        now = [x.moved(len(self.recipes), x.movable(len(self.recipes))) for x in now]
+        i = len(self.recipes)
+        now = [x.moved(i, x.targets(i)[-1]) if x.targets(i) else x for x in now]
     each = [[replace(x, ahead=n) for x in now] for n in (max(0, end // 64 - n), 0)]
     for stay in each:
         if self.fits([x.nbytes for x in stay], end):
@@ -564,9 +565,9 @@ def plan(
         last = min(held or end, end - RECENT)
         cut = lambda n: [x if x.window else x.freed(first + n * TILE) for x in found]
         fits = lambda n: self.fits([x.nbytes for x in cut(n)], end)
-        times, done = _least((last - first) // TILE, fits)
-        if done:
-            return cut(times)
+        most = (last - first) // TILE
+        if most > 0 and fits(most):
+            return cut(bisect_left(range(most), True, key=fits))
     cure = "" if self.full == "evict" else ", or full='evict', which forgets old tokens"
     raise ValueError(
         f"memory={self.memory:,} bytes is full: it holds {self.reach(stands):,} "
@@ -586,30 +587,16 @@ def reach(self: Budget, stands: list) -> int:
 
     # most is exact where one token more lets a block move
     worst = lambda n: max(0, n - (n - RECENT + 1) % BLOCK)
-    return max(held, _last(0, 2**40, lambda n: fits(n) and fits(worst(n))))
+    full = lambda n: not (fits(n) and fits(worst(n)))
+    return max(held, bisect_left(range(1, 2**40), True, key=full))
 
 
 @patch
 def note(self: Budget, stands: list) -> None:
     "Say which tiers hold tokens for the first time."
-    span = lambda i: any(x.ends[i + 1] > x.ends[i] for x in stands)
-    held = [i for i in range(len(self.recipes)) if span(i)]
-    new = [i for i in held[::-1] if i not in self.entered]
+    tiers = range(len(self.recipes))[::-1]
+    held = [i for i in tiers if any(x.ends[i + 1] > x.ends[i] for x in stands)]
+    new = [i for i in held if i not in self.entered]
     self.entered = (*self.entered, *new) if held else ()
     for i in new if self.on_tier else ():
         self.on_tier(self.bits(i), stands[0].ends[-1])
-
-
-def _last(low: int, high: int, fits) -> int:
-    "The last whole number from `low` on, which fits, and below `high` that fits."
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _least(most: int, fits) -> tuple:
-    "(the least n up to `most` that fits, True), or all of them and False."
-    if most < 1 or not fits(most):
-        return max(most, 0), False
-    return _last(0, most, lambda n: not fits(n)) + 1, True

@@ -7,7 +7,6 @@ __all__ = ['CAPTURE', 'is_captured', 'HostClock', 'DeviceClock', 'clock_of', 'fl
 
 # %% ../../nbs/reference/cache_clock.ipynb #df9e0960
 import math
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -39,12 +38,11 @@ class HostClock:
     fixed = False  # does no tensor ever move?
     by_device = False  # is the length known to the device only, now?
     position = None  # [1] int32: the length as the device counts it
-    settings = {}  # what a store is given to have this clock, and its file says
 
     @classmethod
     def refuses(
         cls,
-        what: str,  # "ends", "freeing", "rows", "moving", "look-up" or "a cut past"
+        what: str,  # "freeing", "rows", "moving", "look-up" or "a cut past"
         have=None,  # what the store has, where something is to change
         got=None,  # what it is to have; the same is never refused
     ) -> str:
@@ -98,17 +96,10 @@ class HostClock:
     def table(
         self,
         cos_sin,  # a `CosSinCache`
-    ) -> Tensor:  # [positions, r] fp16
-        "Cosines and sines for the positions held, and perhaps more."
-        return cos_sin.table
-
-    def reach(
-        self,
-        cos_sin,  # a `CosSinCache`
         tokens: int,
-    ) -> None:
-        "Have cosines and sines for so many positions."
-        cos_sin.reach(tokens)
+    ) -> Tensor:  # [positions, r] fp16
+        "Cosines and sines for so many positions, and perhaps more."
+        return cos_sin.reach(tokens)
 
     # --- tokens that come and go
 
@@ -155,7 +146,6 @@ class DeviceClock(HostClock):
 
     fixed = True
     known = False  # whether the host's count is the device's for now, so that nobody need wait
-    settings = {"static": True}
 
     def __init__(self, store):  # a KVStore that is allocated
         self.position = torch.zeros(1, dtype=torch.int32, device=store.device)
@@ -174,13 +164,12 @@ class DeviceClock(HostClock):
         if have is not None and have == got:
             return ""
         return {
-            "ends": "a static store has no ends: a captured step would not see them",
             "freeing": "a static store frees nothing: none of its tensors may move",
             "rows": f"a static store keeps its {have} sequences, got {got}",
             "moving": f"a static store stays on {have}, got {got}",
             "look-up": "the store is static: its steps may be captured, and the host then "
             "knows no length",
-            "a cut past": "static must be False where tokens were freed or ended",
+            "a cut past": "static must be False where tokens were freed",
         }[what]
 
     def now(self, store):
@@ -207,12 +196,9 @@ class DeviceClock(HostClock):
         for mine, other in zip(part.row_tensors.values(), new.row_tensors.values()):
             mine.copy_(other)
 
-    def table(self, cos_sin) -> Tensor:
-        "Cosines and sines for `max_length` positions."
+    def table(self, cos_sin, tokens: int) -> Tensor:
+        "Cosines and sines for `max_length` positions: as many as there will ever be."
         return self.cos_sin
-
-    def reach(self, cos_sin, tokens: int) -> None:
-        "There are as many as there will ever be."
 
     def append(self, store, k: Tensor, v: Tensor, names: tuple, by_host) -> None:
         "Append: in a capture by the operator below, where `position` says."
@@ -249,9 +235,8 @@ class DeviceClock(HostClock):
 def clock_of(header: dict) -> type:
     """The clock of the store that a file's header tells of. Raises ValueError for what tells
     none."""
-    named = Saved(dict.fromkeys(DeviceClock.settings, False) | header)
-    fixed = [named.a(name, bool) for name in DeviceClock.settings]
-    return DeviceClock if all(fixed) else HostClock
+    static = Saved({"static": False} | header).a("static", bool)
+    return DeviceClock if static else HostClock
 
 # %% ../../nbs/reference/cache_clock.ipynb #2fdf580c
 _FLAGGED = (
@@ -316,10 +301,6 @@ def check_states(
     if k.shape[2] != v.shape[2]:
         got = f"{k.shape[2]} and {v.shape[2]}"
         raise ValueError(f"{' and '.join(names)} must have equally many tokens, got {got}")
-    if store.end is not None:
-        raise ValueError(
-            "sequences have ends; set_range(end=None) clears them before an append"
-        )
 
 
 class AppendOperands(NamedTuple):
@@ -353,18 +334,12 @@ class AppendOperands(NamedTuple):
         return cls(k.detach(), v.detach(), key, value, *numbers, store.clock.texts, room)
 
 
-@dataclass(frozen=True, eq=False)
-class _NewStates:
+class _NewStates(NamedTuple):
     "New states of one part, inside the operator."
 
     x: Tensor  # [B, H, n, d]
     part: Part  # with the tensors that take them
     text: str  # of the part
-
-    coder = property(lambda self: self.part, doc="How they are coded.")
-    t = property(lambda self: self.part.tensors, doc="Tensors by name.")
-    mean = property(lambda self: self.part.mean, doc="The part's mean.")
-    centre = property(lambda self: self.part.q.centre, doc="What is taken out of them.")
 
 
 def _sides(new: AppendOperands) -> list:
@@ -388,9 +363,8 @@ def _code_at(sides, start, position, flags, rope_table, max_length):
     at = position.long() * fits + torch.arange(n, device=device)  # from 0 if it does not fit
     for s, raised in zip(sides, (flags[0:2], flags[2:4])):
         rows = s.part.memory.tile // 4
-        angles = rows_at(rope_table, start, at) if s.centre.rotates else None
-        mean = s.centre.at(s.mean, angles)
-        coded = _encode_quietly(s.part.q, s.x, mean, raised)
+        angles = rows_at(rope_table, start, at) if s.part.q.centre.rotates else None
+        coded = _encode_quietly(s.part.q, s.x, s.part.center(angles), raised)
         for j in range(0, n, rows):
             cut = lambda x, j=j: x[:, :, j : j + rows]
             kept = {name: cut(x) for name, x in (coded.residual or {}).items()}

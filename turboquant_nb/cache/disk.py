@@ -11,7 +11,7 @@ import math
 import torch
 
 from .. import checks
-from .clock import HostClock, clock_of
+from .clock import clock_of
 from .exact import without_autograd
 from .memory import Memory
 from .store import KVStore, _rewind
@@ -44,14 +44,13 @@ def state_of(store: KVStore) -> tuple:  # (tensors, header)
     tensors |= store.key.q.rotation.stored
     if store.cos_sin is not None:
         tensors["inv_freq"] = store.cos_sin.inv_freq
-    if store.end is not None:
-        tensors["end"] = store.end
     names = ("batch", "heads", "tile", "length", "offset", "_recent_from")
     header = {n: getattr(store, n) for n in names} | {
         "recipe": store.recipe.to_json(),
         "dtype": str(store.dtype).split(".")[1],
     }
-    return tensors, header | store.clock.settings | {"d": [store.key.q.d, store.value.q.d]}
+    header |= {"static": True} if store.clock.fixed else {}
+    return tensors, header | {"d": [store.key.q.d, store.value.q.d]}
 
 
 def _restore(part, name, tensors):
@@ -83,10 +82,9 @@ def _numbers_of(header: Saved) -> dict:
 
 
 def _kinds(n: dict, r: Recipe, dtype: torch.dtype) -> dict:  # {name: (dtype, shape, least)}
-    """Of the tensors of a store ("end" may be missing; None: any size), by the numbers of its
-    header."""
+    "Of the tensors of a store (None: any size), by the numbers of its header."
     rows = n["batch"], n["heads"]
-    out = {name: (torch.long, rows[:1], None) for name in ("start", "end")}
+    out = {"start": (torch.long, rows[:1], None)}
     sides = zip(("key", "value"), (r.key, r.value), n["d"], ("channel", "token"))
     for side, spec, d, along in sides:
         code, numbers = find_code(spec, d), getattr(torch, spec.scale_dtype)
@@ -130,19 +128,15 @@ def store_of(
     tensors, header = Saved(tensors), Saved.of(header, "header")
     n, clock, r = _numbers_of(header), clock_of(header), Recipe.from_json(header["recipe"])
     dtype = getattr(torch, header.one_of("dtype", _DTYPES))
-    if n["offset"] or "end" in tensors:
-        if why := clock.refuses("a cut past"):
-            raise ValueError(why)
+    if n["offset"] and (why := clock.refuses("a cut past")):
+        raise ValueError(why)
     if max_length is not None and max_length < (held := n["length"] - n["offset"]):
         raise ValueError(f"max_length is {max_length}: {held} tokens are held")
     kinds = _kinds(n, r, dtype)
     for name, (kind, shape, least) in kinds.items():
-        if name != "end" or name in tensors:
-            tensors.tensor(name, kind, *shape, low=least)
+        tensors.tensor(name, kind, *shape, low=least)
     tensors.only(kinds)
-    for name, most in (("start", 2**31), ("end", n["length"])):
-        if name in tensors:
-            checks.within(tensors[name], name, 0, most)
+    checks.within(tensors["start"], "start", 0, 2**31)
     if "map" in tensors and (x := restore_transforms(tensors).name) != r.key.rotation:
         raise ValueError(f"map must be the transform {r.key.rotation}, got {x}")
     store = KVStore(
@@ -156,13 +150,13 @@ def store_of(
         tile=n["tile"],
         inv_freq=tensors.get("inv_freq"),
         frame=_frame_in(tensors, r),
-        **(HostClock if max_length is None else clock).settings,
+        static=clock.fixed and max_length is not None,
     )
     if store.recipe != r:
         raise ValueError(f"recipe must be {store.recipe.to_json()}, got {header['recipe']}")
     for name, part in zip(("key", "value"), store.parts):
         _restore(part, name, tensors)
     store.offset = n["offset"]
-    start, end = (x if x is None else x.to(device) for x in map(tensors.get, ("start", "end")))
-    _rewind(store, length=n["length"], start=start, end=end, recent_from=n["_recent_from"])
+    start = tensors["start"].to(device)
+    _rewind(store, length=n["length"], start=start, recent_from=n["_recent_from"])
     return store

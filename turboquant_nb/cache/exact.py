@@ -117,12 +117,21 @@ class ExactTokens:
             return ExactUpdate(slots, x[:, :, n - last :], None)
         if unpadded and not first and n >= self.sinks.shape[2]:  # a prompt: in one copy
             return ExactUpdate(slots, x[:, :, n - last :], x[:, :, : self.sinks.shape[2]])
+        return ExactUpdate(slots, x[:, :, n - last :], self.sinks_with(x, first, start))
+
+    def sinks_with(
+        self,
+        x: Tensor,  # [B, H, n, d] new tokens
+        first,  # position of the first of them: an int, or [1] where the device counts
+        start: Tensor,  # [B] first real position of each sequence
+        fits=True,  # [1] bool: whether there is room for them
+    ) -> Tensor:  # [B, H, S, d]
+        "The sinks, and those of new tokens that are among them."
         at = start[:, None] + torch.arange(self.sinks.shape[2], device=x.device) - first
-        inside = ((at >= 0) & (at < n))[:, None, :, None]
-        index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return ExactUpdate(
-            slots, x[:, :, n - last :], torch.where(inside, x.gather(2, index), self.sinks)
-        )
+        inside = ((at >= 0) & (at < x.shape[2]) & fits)[:, None, :, None]
+        index = at.clamp(0, x.shape[2] - 1)[:, None, :, None]
+        index = index.expand(-1, x.shape[1], -1, x.shape[3])
+        return torch.where(inside, x.gather(2, index), self.sinks)
 
     def put(self, new: ExactUpdate) -> None:
         "Copy what `prepare` made."
@@ -141,54 +150,37 @@ class ExactTokens:
         return torch.cat([self.sinks, recent], 2)
 
 # %% ../../nbs/reference/cache_exact.ipynb #1e8c1497
-class _KnownStarts(NamedTuple):
-    "What the host knows of a tensor: its numbers while it is that tensor, unchanged."
-
-    tensor: Tensor | None = None
-    version: int = 0
-    numbers: tuple = ()
-
-
 class Ranges:
-    "Positions [start, end) of each sequence that are real; what lies outside is padding."
+    "Where each sequence begins; what lies before is padding."
 
     def __init__(
         self,
-        batch: int,
-        device: torch.device | str = "cpu",
-        start: Tensor | None = None,  # [B] long, which is 0; None: a new one
+        start: Tensor,  # [B] long, whose numbers are changed by `begin` alone
+        starts: tuple | None = None,  # the same as numbers; None: not known
     ):
-        make = lambda: torch.zeros(batch, dtype=torch.long, device=device)
-        self.start = make() if start is None else start
-        self.end = None  # [B], or None: every sequence goes on
-        self.know((0,) * batch)  # what the host knows of start
-
-    def __getstate__(self):
-        return self.__dict__ | {"_known": self.starts if self._is_known() else None}
-
-    def __setstate__(self, state):
-        "A copy's tensor counts its changes anew."
-        self.__dict__.update(state | {"_known": _KnownStarts()})
-        if state["_known"] is not None:
-            self.know(state["_known"])
-
-    def _is_known(self) -> bool:
-        known = self._known
-        return known.tensor is self.start and known.tensor._version == known.version
+        self.start, self._starts = start, starts
 
     @property
     def starts(self) -> tuple:
         "`start` as numbers; waits for the device where it changed since they were known."
-        if not self._is_known():
-            self.know(tuple(self.start.tolist()))
-        return self._known.numbers
+        if self._starts is None:
+            self._starts = tuple(self.start.tolist())
+        return self._starts
 
-    def know(
+    def begin(
         self,
-        numbers: tuple,  # an int for each sequence
+        start: Tensor,  # [B] long
+        in_place: bool,  # whether the tensor stays that it has
     ) -> None:
-        "Note what `start` is, without waiting for the device."
-        self._known = _KnownStarts(self.start, self.start._version, numbers)
+        "Begin each sequence at another position."
+        if start is self.start:
+            return
+        # first, so that what is broken off and done again knows nothing wrong
+        self._starts = None
+        if in_place:
+            self.start.copy_(start)
+        else:
+            self.start = start
 
     def is_sink(
         self,
@@ -268,7 +260,4 @@ def put_at(
         at = (position - 1) % recent
         ring[:, :, at] = torch.where(fits, ring[:, :, at], math.nan)
     if sinks.shape[2]:
-        at = start[:, None] + torch.arange(sinks.shape[2], device=x.device) - position
-        inside = ((at >= 0) & (at < n) & fits)[:, None, :, None]
-        index = at.clamp(0, n - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        sinks.copy_(torch.where(inside, x.gather(2, index), sinks))
+        sinks.copy_(self.sinks_with(x, position, start, fits))

@@ -77,19 +77,16 @@ class CellLayout:
         "Planes of the values of a cell."
         return Layout(self.value_bits, self.d_value, "token", self.tokens)
 
-    def fields(
-        self,
-        # of keys and of values, 2 bytes each
-        scale_dtypes: tuple = (torch.float16, torch.float16),
-    ) -> dict:  # {name: `Field`}
+    def fields(self) -> dict:  # {name: `Field`}
         """Fields of a cell by name ("key plane0", "value scale", …), in the order of their
-        bytes."""
+        bytes; scales may be any numbers of 2 bytes."""
         out = {}
         at = 0
-        for side, numbers in zip(("key", "value"), scale_dtypes):
+        for side in ("key", "value"):
             shapes = enumerate(getattr(self, side).plane_shapes)
             kinds = {f"{side} plane{i}": (torch.uint8, shape) for i, shape in shapes}
-            fields, at = lay_out(kinds | {f"{side} scale": (numbers, (self.tokens,))}, at)
+            kinds[f"{side} scale"] = torch.float16, (self.tokens,)
+            fields, at = lay_out(kinds, at)
             out |= fields
         return out
 
@@ -152,16 +149,6 @@ class CellLayout:
             )
         return cache
 
-    def views(
-        self,
-        cache: Tensor,  # [blocks, heads, tokens, bytes_per_token] uint8
-        # of keys and of values, 2 bytes each
-        scale_dtypes: tuple = (torch.float16, torch.float16),
-    ) -> dict:
-        "The fields of all cells, by name: views [blocks, heads, *shape] of the memory."
-        cells = self.check(cache).flatten(2)
-        return {name: field.of(cells) for name, field in self.fields(scale_dtypes).items()}
-
 # %% ../../nbs/reference/cache_pages.ipynb #34a00048
 @dataclass(eq=False)
 class CellCodes:
@@ -199,14 +186,11 @@ class CellCodes:
     def centred(
         self,
         k: Tensor,  # [T, H, d_key]
-        positions: Tensor | None = None,  # [T]; not looked at unless the centre turns
+        positions: Tensor | None,  # [T]; not looked at unless the centre turns
     ) -> Tensor:  # [T, H, d_key] in its dtype
-        """Keys less the centre. Raises ValueError for a centre that turns without positions for
-        all tokens."""
+        "Keys less the centre."
         if self.center is None:
             return k
-        if self.cos_sin is not None:
-            self.check_positions(positions, len(k))
         return (k.float() - self.center_at(positions)).to(k.dtype)
 
     def check_positions(self, positions: Tensor | None, tokens: int) -> None:
@@ -216,13 +200,6 @@ class CellCodes:
             raise ValueError(
                 f"a centre before RoPE needs the positions of {tokens} tokens, got {have}"
             )
-
-    def views(
-        self,
-        cache: Tensor,  # [blocks, H, N, C] uint8
-    ) -> dict:  # views [blocks, H, *shape]
-        "The fields of all cells, by name."
-        return self.cell.views(cache, (self.key.scale_dtype, self.value.scale_dtype))
 
     def memories(
         self,
@@ -305,10 +282,12 @@ def read_cells(
     count = -(-tokens // n)
     if count > len(table):
         raise ValueError(f"{tokens} tokens need {count} blocks, the table has {len(table)}")
-    t = torch.arange(tokens, device=table.device)
-    slots = table[t // n].long() * n + t % n
-    found = [memory.read_at(slots[None].to(cache.device)) for memory in codes.memories(cache)]
-    return [Coded(x.codes[0], x.scale[0]) for x in found]
+    blocks, out = table[:count].long().to(cache.device), []
+    for memory in codes.memories(cache):
+        memory.hold(memory.cells[:, :, blocks])
+        found = memory.read(0, tokens)
+        out.append(Coded(found.codes[0], found.scale[0]))
+    return out
 
 # %% ../../nbs/reference/cache_pages.ipynb #34a00020
 class Requests(NamedTuple):

@@ -6,8 +6,6 @@
 __all__ = ['FORMAT', 'read_states']
 
 # %% ../../nbs/reference/hf_archive.ipynb #503e37b9
-from contextlib import suppress
-
 import torch
 from fastcore.basics import patch
 from transformers.cache_utils import LinearAttentionLayer
@@ -23,7 +21,6 @@ from turboquant_nb.hf.model_info import (
     check_weights,
     left_behind,
 )
-from ..cache.clock import DeviceClock, HostClock
 from ..cache.disk import state_of, store_of
 from ..cache.store import KVStore
 from ..quant.calibration import Calibration
@@ -165,7 +162,7 @@ def _put_recurrent(cache: TurboQuantCache, tensors: Saved, device) -> None:
                     layer.has_previous_state[at] = True
 
 
-def _by_store(tensors: Saved, count: int, path) -> list:
+def _by_store(tensors: Saved, count: int) -> list:
     "Take the tensors of each store out of what a file holds."
     own = [Saved() for _ in range(count)]
     for name in [*tensors]:
@@ -200,7 +197,6 @@ def from_states(
     if differ := [f"{n} {facts[n]}, not {x}" for n, x in mine.items() if facts[n] != x]:
         raise ValueError(f"{path} is of another model: it has {'; '.join(differ)}")
     static = header.a("static", bool) and max_length is not None
-    clock = DeviceClock if static else HostClock
     recipes = recipes_from_json(header["recipe"])
     states = header.a("stores", list, dict)
     if len(states) != len(info.coded):
@@ -208,7 +204,7 @@ def from_states(
             f"{path} must have {len(info.coded)} stores for its recipes, got {len(states)}"
         )
     stores = []
-    for x, own, state in zip(info.coded, _by_store(tensors, len(states), path), states):
+    for x, own, state in zip(info.coded, _by_store(tensors, len(states)), states):
         length = None if x.sliding_window is not None and not static else max_length
         try:
             stores.append(store_of(own, state, device, length))
@@ -219,7 +215,7 @@ def from_states(
     frames = tuple(x.frame for x in stores)
     about = {"about": read_facts(info.config), "text": header.get("frame")}
     frame = Calibration([], about, frames)
-    how = dict(max_length=max_length, frame=frame) | clock.settings
+    how = dict(max_length=max_length, frame=frame, static=static)
     cache = cls(model_or_config, recipes, **how)
     _check_whose(header, cache, path)
     _put_recurrent(cache, tensors, device)
@@ -243,13 +239,7 @@ def from_states(
 def read_states(
     path,  # of a file of `save`
 ) -> tuple:  # (tensors on the CPU, header)
-    "What `save` wrote. Raises as `read_file`, and ValueError for files of before."
-    with suppress(OSError), open(path, "rb") as file:
-        if file.read(8) == b"TQNBCOLD":
-            raise ValueError(
-                f"{path} was written in the format 'turboquant-nb cold 1', which commit "
-                "9f905037 of turboquant-nb is the last to read"
-            )
+    "What `save` wrote. Raises as `read_file`."
     return read_file(path, FORMAT, "saved cache")
 
 

@@ -9,6 +9,7 @@ __all__ = ['Report', 'report_of', 'Flags', 'TurboQuantCache', 'Default', 'enable
 from collections import Counter
 
 from ..cache.store import bytes_by_kind, tables_of
+from .frame import came_from
 from .model_info import recipes_to_json
 
 # %% ../../nbs/reference/hf_cache.ipynb #008dd632
@@ -17,8 +18,7 @@ class Report(dict):
     codes, or decoded each step, and why. "served" counts calls over all layers:
     prefill (exact), kernel, codes (PyTorch, or a processor's kernel), chunk (long chunks, block
     by block), dense (the past was decoded for another attention; why, and the cure, stand in
-    "dense"), and "by_layer" has the same for each layer; steps that a graph replays are counted
-    in "graphs" instead. "budget" has, under
+    "dense"); steps that a graph replays are counted in "graphs" instead. "budget" has, under
     `memory=`, the bytes allowed, for each layer how many tokens have how many bits, and how
     many fit at the floor. "backends" names what attended on codes, "reasons" says why not a
     kernel; "coded" what coded. "frame" is where the frame of its keys came from: of which text,
@@ -101,7 +101,6 @@ def _budget_of(cache) -> dict:
 
 def report_of(
     cache,  # a TurboQuantCache
-    frame: str = "none",  # where the frame of its keys came from
 ) -> Report:
     """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
     included), per value that an uncompressed cache of this model would hold."""
@@ -118,16 +117,12 @@ def report_of(
     seen = [min(x.held, x.sliding_window - 1) if x.is_sliding else x.held for x in layers]
     values = sum(n * m for n, m in zip(row, seen))
     total = sum(parts.values())
-    by_layer, nbytes = {}, {}  # an index counts for its layer
-    for x in cache.coded_layers:
-        by_layer[x.index] = by_layer.get(x.index, Counter()) + x.calls
-    for x, s, tail in zip(layers, stores, tails):
-        nbytes[x.index] = nbytes.get(x.index, 0) + s.nbytes + tail
+    nbytes = [s.nbytes + tail for s, tail in zip(stores, tails)]
     count = lambda name: dict(sum((getattr(x, name) for x in cache.coded_layers), Counter()))
     return Report(
         tokens=layers[0].held if layers else 0,
         batch=stores[0].batch if stores else 0,
-        layers=len(nbytes),
+        layers=len(layers),
         values=values,
         nbytes=total,
         parts=dict(parts),
@@ -136,10 +131,9 @@ def report_of(
         ratio_fp32=4 * values / total if values else 0.0,
         tile=stores[0].tile if stores else 0,
         pays_from=_pays_from(layers, parts, values),
-        per_layer=list(nbytes.values()),
+        per_layer=nbytes,
         reading=str(cache.info.reading),
         served=count("calls"),
-        by_layer={i: dict(calls) for i, calls in by_layer.items()},
         dense=cache.reader.obstacle._asdict() if cache.reader.obstacle else {},
         backends=count("backends"),
         reasons=count("reasons"),
@@ -147,7 +141,7 @@ def report_of(
         captured_by=_captured_by(layers),
         graphs=cache.runner.report(),
         budget=_budget_of(cache),
-        frame=frame,
+        frame=came_from(cache.frame),
         recipe=recipes_to_json(cache.recipes),
     )
 
@@ -166,8 +160,6 @@ from ..cache.clock import DeviceClock, HostClock, is_captured
 from ..cache.memory import shared_quantizer
 from ..cache.packing import TILE
 from turboquant_nb.hf.hooks import (
-    Before,
-    Finally,
     MaskLength,
     Pass,
     RowStarts,
@@ -177,11 +169,12 @@ from turboquant_nb.hf.hooks import (
     check_size,
     eagerly,
     listen_to_masks,
+    listen_to_passes,
     running_model,
     serve_expansions,
     serve_handles,
 )
-from .frame import came_from, frame_of
+from .frame import frame_of
 from .attention import NAME, mask_on_codes
 from .layer import DRAFTS, MixedLayer, Reader, TurboQuantLayer
 from turboquant_nb.hf.model_info import (
@@ -190,6 +183,7 @@ from turboquant_nb.hf.model_info import (
     adapters_of,
     check_weights,
     plan_layers,
+    sides_of,
     weights_of,
 )
 from .graphs import compile_ahead
@@ -200,10 +194,20 @@ from ..quant.recipe import Recipe
 
 # %% ../../nbs/reference/hf_cache.ipynb #1778ac86
 class Flags:
-    "Flags of all layers on their way to the host: what kernels found in tokens that they took."
+    "Flags on their way to the host: what kernels found in tokens that they took."
 
-    def __init__(self):
-        self.sent = []  # (flags of the layers on one device, event after the copy)
+    def __init__(
+        self,
+        flags: list = (),  # tensors [n] that are 0 unless something was found; None: not there
+    ):
+        by_device, self.sent = {}, []  # (flags of one device, event after the copy)
+        for x in flags:
+            if x is not None:
+                by_device.setdefault(x.device, []).append(x)
+        for device, some in by_device.items():
+            host, cuda = torch.cat(some).to("cpu", non_blocking=True), device.type == "cuda"
+            event = torch.cuda.current_stream(device).record_event() if cuda else None
+            self.sent.append((host, event))
 
     @property
     def arrived(self) -> bool:
@@ -212,22 +216,11 @@ class Flags:
 
     @property
     def raised(self) -> bool:
-        "Whether one of them is up."
+        "Whether one of them is up; waits until they have arrived."
+        for _, event in self.sent:
+            if event is not None:
+                event.synchronize()
         return any(bool(host.any()) for host, _ in self.sent)
-
-    def send(
-        self,
-        layers: list,  # of `TurboQuantLayer`; those without a store have no flags
-    ) -> None:
-        "Start copying the flags of today."
-        by_device, self.sent = {}, []
-        for x in layers:
-            if x.is_initialized and x.store.flags is not None:
-                by_device.setdefault(x.store.device, []).append(x.store.flags)
-        for device, flags in by_device.items():
-            host, cuda = torch.cat(flags).to("cpu", non_blocking=True), device.type == "cuda"
-            event = torch.cuda.current_stream(device).record_event() if cuda else None
-            self.sent.append((host, event))
 
 
 def _check_reading(info: ModelInfo, warn: bool = False) -> None:
@@ -277,12 +270,7 @@ def _check_memory(info: ModelInfo, model, others: dict) -> None:
 def _table_bytes(layers: list) -> tuple:
     """Bytes of what layers under a budget share: of rotations, codebooks and frequencies, and
     of cosines and sines of a position, fp16."""
-    sides = {
-        side
-        for x in layers
-        for r in x.tiers
-        for side in ((r.key, x.info.key_size), (r.value, x.info.value_size))
-    }
+    sides = {side for x in layers for r in x.tiers for side in sides_of(x.info, r)}
     qs = [shared_quantizer(*side, torch.device("cpu")) for side in sides]
     found = {t.data_ptr(): t.nbytes for q in qs for t in (*q.rotation.tables, *q.code.tables)}
     row = sum(4 * len(f) for f in {x.inv_freq or () for x in layers})
@@ -295,8 +283,7 @@ def _check_chains(info: ModelInfo, recipes: list, device, backend: str) -> None:
     if device is None or device.type != "cuda" or backend == "torch":
         return
     for layer, recipe in zip(info.coded, recipes):
-        sides = (recipe.key, layer.key_size), (recipe.value, layer.value_size)
-        for spec, size in () if layer.sized_by else sides:
+        for spec, size in sides_of(layer, recipe):
             code = find_code(spec, size)
             if code.windows and (why := code.refuses("windows")):
                 raise ValueError(
@@ -333,16 +320,12 @@ def _frame_for(info, recipes, model, frame, calibration, tokenizer) -> Calibrati
     return frame_of(model, tokenizer, info)
 
 # %% ../../nbs/reference/hf_cache.ipynb #01c4c5d7
-def _checkpoints(model) -> bool:
-    "Whether a model's layers compute again in the backward pass, which none does in eval mode."
-    return any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-
-
 def _check_pass(cache, module, kwargs: dict) -> int:
     """How many drafts end this first chunk. Raises ValueError for a pass of which transformers
     would make another one than was asked for, without a word; `check_positions` sees where it
     begins, where transformers made no mask that says it."""
-    if module.training and _checkpoints(module):
+    again = lambda m: getattr(m, "gradient_checkpointing", False)  # not in eval mode
+    if module.training and any(map(again, module.modules())):
         raise ValueError(
             "gradient checkpointing takes every cache away from a model that trains: "
             "model.eval(), or model.gradient_checkpointing_disable()"
@@ -397,13 +380,6 @@ def _end(module, args, kwargs, out) -> None:
     cache.give()
     if out is not None:
         cache.look_at_first([store for store, _ in now.unseen])
-
-
-def _listen_to_passes(model) -> None:
-    "Let a model ask `_begin` and `_end`, once however many caches it has."
-    if _begin not in model._forward_pre_hooks.values():
-        Before(model, _begin).put()
-        Finally(model, _end).put()
 
 # %% ../../nbs/reference/hf_cache.ipynb #78ab00d4
 class TurboQuantCache(Cache):
@@ -462,11 +438,11 @@ class TurboQuantCache(Cache):
         elif (tokens, floor, full, on_tier) != (None, "k2v2", "error", None):
             raise ValueError("tokens, floor, full and on_tier belong to memory=, got none")
         recipes = plan_layers(self.info, recipe, bits, calibration, budget)
+        device = getattr(own, "device", None)
         if attention != "dense":
-            _check_chains(self.info, recipes, getattr(own, "device", None), backend)
+            _check_chains(self.info, recipes, device, backend)
         self.frame = _frame_for(self.info, recipes, own, frame, calibration, tokenizer)
         frames = self.frame.frames if self.frame else [None] * len(recipes)
-        device = getattr(own, "device", None)
         if self.frame and device is not None and device.type != "meta":
             for x in frames:  # before a pass, which would wait for it
                 x.on(device)
@@ -497,7 +473,7 @@ class TurboQuantCache(Cache):
         for attention in reading.expands:
             serve_expansions(attention, EXPAND)
         if own is not None:
-            _listen_to_passes(own)
+            listen_to_passes(own, _begin, _end)
         self.runner = StepRunner(self, model_or_config, graphs)
         self.reader.replays = self.runner.wanted
 
@@ -639,10 +615,7 @@ class TurboQuantCache(Cache):
     ) -> None:
         """Wait for the devices, once, after a pass in which kernels coded first chunks. Raises
         ValueError for states that they refuse; the cache is empty then."""
-        by_device = {}
-        for store in stores:
-            by_device.setdefault(store.device, []).append(store.flags[:5])
-        if not any(bool(torch.cat(flags).any()) for flags in by_device.values()):
+        if not Flags([store.flags[:5] for store in stores]).raised:
             return
         try:
             self.check()
@@ -657,7 +630,8 @@ class TurboQuantCache(Cache):
         "Raise what kernels found in earlier tokens, as soon as it costs no waiting."
         if self.flags.arrived:
             raised = self.flags.raised
-            self.flags.send(self.coded_layers)
+            stores = [x.store for x in self.coded_layers if x.is_initialized]
+            self.flags = Flags([self.runner.odd, *(x.flags for x in stores)])
             if raised:
                 self.check()
 
@@ -714,7 +688,7 @@ class TurboQuantCache(Cache):
         model, given = running_model(self)
         if model is None:
             return 0
-        _listen_to_passes(model)
+        listen_to_passes(model, _begin, _end)
         return _check_pass(self, model, given)
 
     @property
@@ -771,7 +745,6 @@ class TurboQuantCache(Cache):
         n: int,  # new tokens of each
         # [B, held + n], 1 = real; None, or of four dimensions: says nothing of padding
         attention_mask,
-        config,  # of the model; not looked at
     ):
         """What a mask function of transformers is asked before a pass of n tokens: refuse what
         does not fit, and learn what padding there is. Returns the mask function for attention
@@ -802,7 +775,7 @@ class TurboQuantCache(Cache):
     def report(self) -> Report:
         """Bytes held, summed over real tensors (tables, slack, sinks, recent tokens and margins
         included), per value that an uncompressed cache of this model would hold."""
-        return report_of(self, came_from(self.frame))
+        return report_of(self)
 
 # %% ../../nbs/reference/hf_cache.ipynb #773b789b
 import copy
@@ -824,16 +797,9 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
         raise ValueError(f"crop takes a negative number of tokens to remove, got {-n}")
     if not self.is_initialized or not n:
         return
-    if self.clock.fixed:
+    # passes with drafts are replayed, so no tensor may move
+    if self.clock.fixed or (self.drafting and self.store.clock.fixed and not self.tiers):
         self.tail = self.store.crop(n, self.tail)
-        return
-    # passes with drafts are replayed, so no tensor may move; the host knows the length
-    if self.drafting and self.store.clock.fixed and not self.tiers:
-        self.store.clock.known = True
-        try:
-            self.tail = self.store.crop(n, self.tail)
-        finally:
-            self.store.clock.known = False
         return
     self.make_growing()
     if not self.drafting:
@@ -905,16 +871,6 @@ def activate_past_recording(self: TurboQuantCache) -> None:
 
 # %% ../../nbs/reference/hf_cache.ipynb #0d18cb0e
 @patch
-def rows_changed(
-    self: TurboQuantLayer,
-    starts: tuple,  # leading padding of each row
-) -> None:
-    """Note where the rows begin that there are now. Of what was kept for the last chunk,
-    nothing fits them."""
-    self.starts, self.tail = starts, None
-
-
-@patch
 def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
@@ -924,7 +880,10 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
             self.patience = 8
         rows = index.to(self.store.device)
         starts = tuple(self.starts[i] for i in order or [0] * len(index))
-        then = partial(self.rows_changed, starts)
+
+        def then():
+            self.starts, self.tail = starts, None  # nothing fits them of the last chunk
+
         rearrange(self.store, lambda x: x[rows], len(index), then)
 
 
@@ -941,11 +900,8 @@ def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
 def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
     "Repeat every row, neighbours together."
     if self.is_initialized:
-        self.make_growing()
         repeats = checks.whole(repeats, "times", 1)
-        then = partial(self.rows_changed, tuple(x for x in self.starts for _ in range(repeats)))
-        many = lambda x: x.repeat_interleave(repeats, 0)
-        rearrange(self.store, many, self.store.batch * repeats, then)
+        self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
 
 
 TurboQuantLayer.reorder_cache = TurboQuantLayer.batch_select_indices
@@ -1065,18 +1021,16 @@ def make_room(
     for table in self.reader.tables.values():  # before anything else is held twice
         table.reach(budget.positions(plan[0].ends[-1]))
     for layer, stand in zip(layers, plan):
-        layer.planned, layer.ahead = stand.ends, stand.ahead
+        layer.stand = stand
         if layer.is_initialized:
             layer.make_growing()
-            layer.store.ahead = stand.ahead
-            store, (first, *coded, last) = layer.store, stand.ends
-            ends = [max(a, min(b, store.length)) for a, b in zip(store.ends[1:-1], coded)]
-            store.settle((min(first, store.length), *ends, store.length), names=layer.names)
-            if store.capacity > room(last - coded[-1] + store.ahead):
-                store.make_room(store.offset + last - coded[-1])
+            store = layer.store
+            store.ahead = stand.ahead
+            store.settle(stand.ends, names=layer.names)
+            if store.capacity > room(stand.exact + stand.ahead):
+                store.make_room(stand.exact)
     for layer in layers if layers[0].is_initialized else ():  # only now what grows
-        _, *coded, last = layer.planned
-        layer.store.make_room(layer.store.offset + last - coded[-1])
+        layer.store.make_room(layer.stand.exact)
         _give_back(layer.store.device, budget.memory)
     budget.note(plan)
 
@@ -1129,11 +1083,12 @@ def prefetch(self: TurboQuantLayer) -> None:
         self.store.to(self.store.home)
 
 # %% ../../nbs/reference/hf_cache.ipynb #ea42c5f4
-from .hooks import GenerateWith
+import inspect
 
 # %% ../../nbs/reference/hf_cache.ipynb #c48b9fd7
 class Default:
-    "The cache that a model's `generate()` uses where its caller gives none."
+    """Stands in the place of a model's `generate`: gives it a cache where its caller brings
+    none. A file, a copy or a pickle of the model has the model's own."""
 
     def __init__(
         self,
@@ -1143,6 +1098,8 @@ class Default:
     ):
         self.model, self.settings = weakref.ref(model), dict(recipe=recipe, **settings)
         self.cache, self.report = None, None  # of the call that runs; of the last one
+        self.__signature__ = inspect.signature(model.generate)
+        self.__name__, self.__doc__ = "generate", model.generate.__doc__
         self.made()
 
     def made(self) -> TurboQuantCache:
@@ -1167,10 +1124,18 @@ class Default:
         self.cache = self.made()
         return dict(past_key_values=self.cache, use_cache=True, cache_implementation=None)
 
-    def done(self) -> None:
-        "Note what the cache of a call held, and let go of it."
-        if self.cache is not None:
-            self.report, self.cache = self.cache.report(), None
+    def __call__(self, *args, **kwargs):
+        "The model's `generate`; then what its cache held is noted, and let go."
+        model, given = self.model(), self.__signature__.bind_partial(*args, **kwargs).arguments
+        given = given | given.pop("kwargs", {})
+        try:
+            return type(model).generate(model, *args, **kwargs | self.add(given))
+        finally:
+            if self.cache is not None:
+                self.report, self.cache = self.cache.report(), None
+
+    def __reduce__(self):
+        return getattr, (self.model(), "generate")  # its class's: nothing is in it yet
 
 
 def enable(
@@ -1182,13 +1147,17 @@ def enable(
     cache and asks for none; `disable(model)` undoes it."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps generates itself
     disable(model)
-    default = Default(model, recipe, **settings)
-    GenerateWith(model, default.add, default.done).put()
+    default = model.generate = Default(model, recipe, **settings)
     return default
 
 
 def disable(
     model,  # of transformers, or what torch.compile made of it
 ) -> None:
-    "Let a model generate as it did before `enable`."
-    GenerateWith.take(getattr(model, "_orig_mod", model))
+    """Let a model generate as it did before `enable`. Raises TypeError for what cannot
+    generate."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "generate"):
+        got = type(model).__name__
+        raise TypeError(f"model must be one of transformers that generates, got {got}")
+    vars(model).pop("generate", None)

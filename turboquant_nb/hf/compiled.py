@@ -106,7 +106,16 @@ def step_rotations(
     }
 
 # %% ../../nbs/reference/hf_compiled.ipynb #53b00014
-class StepPart:
+class _InPlace:
+    "Stands in the place of a module's `forward`: a copy or a pickle of it has its class's."
+
+    module: nn.Module
+
+    def __reduce__(self):
+        return getattr, (self.module, "forward")
+
+
+class StepPart(_InPlace):
     "Stands in the place of what is compiled: a part's `forward`, or the function of RoPE."
 
     def __init__(
@@ -117,7 +126,7 @@ class StepPart:
         steps: "CompiledSteps",  # which says when it runs compiled
         options: dict,  # of `torch.compile`; they replace those that are set here
     ):
-        self.own, self.name = own, name
+        self.own, self.name, self.module = own, name, getattr(own, "__self__", None)
         self.tokens = tokens
         self.steps = steps
         options = dict(dynamic=False, fullgraph=True) | options
@@ -140,11 +149,8 @@ class StepPart:
             self.steps.refuse(self.name, error)
             return out
 
-    def __reduce__(self):  # a copy or a pickle of the model has its class's
-        return getattr, (self.own.__self__, "forward")
 
-
-class StepAttention:
+class StepAttention(_InPlace):
     """Stands in the place of an attention's `forward`: the same code, in which `_ROPE` is
     another function. The name in the model's module stays, and with it all other models."""
 
@@ -153,28 +159,26 @@ class StepAttention:
         attention: nn.Module,  # whose `forward` calls `_ROPE` by its name
         rope: Callable,  # what it shall call instead
     ):
-        self.attention, own = attention, type(attention).forward
+        self.module, own = attention, type(attention).forward
         self.forward = FunctionType(
             own.__code__, own.__globals__ | {_ROPE: rope}, own.__name__, own.__defaults__
         )
         self.forward.__kwdefaults__ = own.__kwdefaults__
 
     def __call__(self, *args, **kwargs):
-        return self.forward(self.attention, *args, **kwargs)
-
-    def __reduce__(self):
-        return getattr, (self.attention, "forward")
+        return self.forward(self.module, *args, **kwargs)
 
 
-class AttentionBetween:
+class AttentionBetween(_InPlace):
     """Stands in the place of the attention of a layer that is compiled around it: Python runs
     it, between the layer's two graphs. What it gave in a pass can be had again."""
 
     def __init__(
         self,
-        forward: Callable,  # of the attention, bound to it
+        attention: nn.Module,
+        forward: Callable,  # of this attention, bound to it
     ):
-        self.forward, self.pass_ = forward, threading.local()
+        self.module, self.forward, self.pass_ = attention, forward, threading.local()
 
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
@@ -187,13 +191,6 @@ class AttentionBetween:
         if kept is not None:
             kept.append(out)
         return out
-
-    def __reduce__(self):
-        return (
-            self.forward.__reduce__()
-            if isinstance(self.forward, StepAttention)
-            else (getattr, (self.forward.__self__, "forward"))
-        )
 
 
 class StepLayer(StepPart):
@@ -251,7 +248,7 @@ class CompiledSteps:
         def around(layer, attention):
             turned = any(x is attention for x in self.rotations.values())
             forward = type(attention).forward.__get__(attention)
-            between = AttentionBetween(rotating(attention) if turned else forward)
+            between = AttentionBetween(attention, rotating(attention) if turned else forward)
             own = type(layer).forward.__get__(layer)
             whole = StepLayer(own, type(layer).__name__, between, self, options)
             return Instead(attention, between), Instead(layer, whole)

@@ -99,22 +99,21 @@ def _vocabulary(model) -> int:
     return found
 
 
-def _length(model, asked: int | None) -> int:
-    """Tokens of a window: those that are asked for, as far as the model reads. Tables of
-    positions do not all begin at 0, so a few are spared."""
+def _length(model) -> int:
+    """Tokens of a window: `WINDOW`, as far as the model reads. Tables of positions do not all
+    begin at 0, so a few are spared."""
     most = longest_context(model.config) or math.inf
-    return min(asked or WINDOW, max(most - 8, SKIP + 2))
+    return min(WINDOW, max(most - 8, SKIP + 2))
 
 
 def text_ids(
     model,  # of transformers
     tokenizer,  # the model's own
     texts: list | None = None,  # None: `frame_texts`
-    length: int | None = None,  # tokens of a window; None: `WINDOW`, or all that fit
 ) -> Tensor:  # [windows, tokens]
     """The beginning of each text, in windows of one length. Raises ValueError for texts without
     words, and for a tokenizer of another model."""
-    texts, length = frame_texts() if texts is None else texts, _length(model, length)
+    texts, length = frame_texts() if texts is None else texts, _length(model)
     rows = [tokenizer(x, truncation=False).input_ids[:length] for x in texts]
     least = min(map(len, rows), default=0)
     if least < SKIP + 2:
@@ -129,10 +128,9 @@ def text_ids(
 
 def drawn_ids(
     model,  # of transformers
-    length: int | None = None,  # tokens of a window; None: `WINDOW`, or all that fit
 ) -> Tensor:  # [4, tokens]
     "Ids by Zipf's law over the vocabulary's order, the same in each call."
-    length, generator = _length(model, length), torch.Generator("cpu").manual_seed(0)
+    length, generator = _length(model), torch.Generator("cpu").manual_seed(0)
     rank = torch.arange(1, _vocabulary(model) + 1, dtype=torch.float64, device="cpu")
     return torch.multinomial(1 / rank, 4 * length, True, generator=generator).view(4, length)
 

@@ -21,7 +21,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ..cache.clock import HostClock
 from ..cache.budget import TieredStore
-from ..cache.memory import scaled_keys
 from ..cache.store import KVStore, tail_with
 from .attention import NAME, CodedStates
 from .graphs import CapturedSteps
@@ -158,16 +157,14 @@ class TurboQuantLayer(CacheLayerMixin):
         self.reasons, self.mask_reason = Counter(), ""  # why no kernel; why there was a mask
         self.drafting = False  # whether tokens may be taken back, see `activate_past_recording`
         self.tail = None  # exact states that the last chunk's queries read, and a crop
-        self.rules = {}  # how it attends on codes, see `hf.attention`
         self.latent = info.latent is not None  # whether keys and values are made of its states
         self.expansion_sizes = None  # of how that is done, learnt in a first chunk
         self.captured = CapturedSteps()  # serves steps that a graph captures
         # how errors call new states
         self.names = f"keys of layer {self.index}", f"values of layer {self.index}"
         self.patience = 0  # steps to run eagerly before one is captured: tokens were cropped
-        self.scales_pairs = recipe.key.pair_scale != "none" and not tiers
-        # under a budget: where tokens stand after the pass that comes, and room besides
-        self.tiers, self.planned, self.ahead = tiers, (), 0
+        # under a budget: recipes, and a `Stand`, where tokens stand after the pass that comes
+        self.tiers, self.stand = tiers, None
 
     @property
     def on_codes(self) -> bool:
@@ -219,9 +216,8 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.tiers:
             code = partial(_code_block, self.backend, self.coded)
             self.store = TieredStore(self.tiers, *how, **rope, code=code)
-            self.store.ahead = self.ahead
         else:
-            rope |= dict(self.clock.settings, tokens=n)
+            rope |= dict(static=self.clock.fixed, tokens=n)
             self.store = KVStore(self.recipe, *how, length, **rope)
         if self.store.cos_sin is not None:
             self.reader.tables[known] = self.store.cos_sin
@@ -241,21 +237,22 @@ class TurboQuantLayer(CacheLayerMixin):
         other. A refused update changes nothing; what comes after the first chunk kernels take
         without looking at it, see `TurboQuantCache.check`. The store of a first chunk is noted
         in the pass, whose end looks at it."""
-        given = states = key_states, value_states
-        if self.scales_pairs:
-            states = self._scaled(key_states), value_states  # keys as the store holds them
+        given = key_states, value_states
         if self.by_device:
-            return self.captured.append(self, *states)
+            return self.captured.append(
+                self, self.store.key.into_frame(key_states), value_states
+            )
         now = now or Pass(hooked=False)
         on_codes = self.on_codes if now.on_codes is None else now.on_codes
         first, past = self.first, self.held
         drafts = now.drafts if on_codes and not past and not self.tiers else 0
         if drafts:
-            self._append_with_drafts(states, drafts, now)
+            self._append_with_drafts(given, drafts, now)
         else:
-            self._append(*states, past == 0, now)
+            held = self._append(*given, past == 0, now)
         if on_codes:
-            seen = states if past else given  # a first chunk attends to itself as it came
+            # a first chunk attends to itself as it came
+            seen = (held, value_states) if past else given
             return CodedStates.pair(self, seen, first, past == 0, drafts)
         self.calls["dense" if past else "prefill"] += 1
         if past:
@@ -278,17 +275,6 @@ class TurboQuantLayer(CacheLayerMixin):
             x[:, :, x.shape[2] - chunk.shape[2] :] = chunk
         return dense
 
-    def _scaled(self, keys: Tensor) -> Tensor:
-        "Keys [B, H, n, d] times the pair scale, rounded to their dtype, as the store has them."
-        if keys.dtype.itemsize < 2:
-            return keys  # the store refuses them
-        if self.is_initialized:
-            return self.store.key.into_frame(keys)
-        if self.frame is None or self.frame.pair is None:
-            return keys  # likewise
-        _, pair = self.frame.held(keys.device, "", True)
-        return scaled_keys(keys, pair)
-
     def _append_with_drafts(self, states: tuple, drafts: int, now: Pass):
         "Code a prompt, then the drafts behind it, which may be cropped."
         self._append(*(x[:, :, :-drafts] for x in states), True, now)
@@ -308,13 +294,14 @@ class TurboQuantLayer(CacheLayerMixin):
         if self.store.ranges.starts != self.starts:
             self.store.set_range(start=torch.tensor(self.starts))
 
-    def _append(self, key_states, value_states, first_chunk: bool, now: Pass):
-        "Code a chunk of keys in the store's frame. Whatever goes wrong, it is as it was."
+    def _append(self, key_states, value_states, first_chunk: bool, now: Pass) -> Tensor:
+        "Code a chunk. Whatever goes wrong, it is as it was. Its keys as the store holds them."
         n, fresh = key_states.shape[2], not self.is_initialized
         before = self.starts
         try:
             if fresh:
                 self.lazy_initialization(key_states, value_states)
+            key_states = self.store.key.into_frame(key_states)
             if first_chunk:
                 self._begin(len(key_states))
             elif self.store.length + n > (self.store.max_length or math.inf):
@@ -325,8 +312,9 @@ class TurboQuantLayer(CacheLayerMixin):
             # flags of all layers are looked at together: of a first chunk when the pass ends,
             # of others in the next one
             wait = None if first_chunk and not now.hooked else False
-            if self.tiers:
-                self.store.planned, self.planned = self.planned, ()
+            if self.stand is not None:
+                self.store.planned, self.store.ahead = self.stand.ends, self.stand.ahead
+                self.stand = None
             how = dict(backend=self.backend, names=self.names, wait=wait, framed=True)
             coder = ops.append(self.store, key_states, value_states, **how)
         except BaseException:  # out of memory, or interrupted
@@ -341,6 +329,7 @@ class TurboQuantLayer(CacheLayerMixin):
             now.unseen.append((self.store, stream and stream.record_event()))
         if coder != "exact":
             self.coded["torch" if coder == "torch" else "kernel"] += 1
+        return key_states
 
     def free(self, first: int) -> None:
         "Give back what a sliding layer will not see again: tiles below position `first`."
@@ -431,10 +420,3 @@ class MixedLayer(TurboQuantLayer, LinearAttentionLayer):
         "Keep the rows `indices`, or those that a bool mask says."
         rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         self.reorder_cache(rows)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        "Repeat every row, neighbours together; see `TurboQuantLayer`."
-        if self.is_initialized:
-            rows = torch.arange(self.store.batch).repeat_interleave(repeats)
-            LinearAttentionLayer.reorder_cache(self, rows)
-        TurboQuantLayer.batch_repeat_interleave(self, repeats)

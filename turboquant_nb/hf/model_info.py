@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXPAND', 'LayerFrequencies', 'layer_frequencies', 'Reading', 'ModelInfo', 'adapters_of', 'weights_of',
-           'check_weights', 'left_behind', 'plan_layers', 'recipes_to_json', 'recipes_from_json']
+           'check_weights', 'left_behind', 'sides_of', 'plan_layers', 'recipes_to_json', 'recipes_from_json']
 
 # %% ../../nbs/22_model_info.ipynb #336d9716
 import ast
@@ -163,29 +163,22 @@ def layer_frequencies(
     """By what RoPE rotates the keys of each layer: None for a layer that has no RoPE, and for
     all layers, with a reason, of a model whose RoPE is not the half-split one with fixed
     frequencies and one position a token."""
-    n = config.num_hidden_layers
+    n, name = config.num_hidden_layers, config.model_type
+    none = lambda why: LayerFrequencies([None] * n, why)
     kinds = getattr(config, "layer_types", None) or [None] * n
     module, rotary = _rotary(config)
     if module is None:
-        return LayerFrequencies([None] * n, rotary)
+        return none(rotary)
     given = getattr(config, "rope_parameters", None) or {}
     types = {p.get("rope_type") for p in (given, *given.values()) if isinstance(p, dict)}
     if types & {"dynamic", "longrope"}:
-        return LayerFrequencies(
-            [None] * n,
-            f"{config.model_type} rotates by frequencies that change with the length",
-        )
+        return none(f"{name} rotates by frequencies that change with the length")
     if any(_has_axes(rotary, kind) for kind in set(kinds)):
-        return LayerFrequencies(
-            [None] * n, f"{config.model_type} rotates by several positions of each token"
-        )
+        return none(f"{name} rotates by several positions of each token")
     own = lambda kind: getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
     for kind in set(kinds):
         if own(kind) is not None and not _is_half_split(module, rotary, kind, own(kind)):
-            return LayerFrequencies(
-                [None] * n,
-                f"{config.model_type} pairs the channels that RoPE rotates otherwise",
-            )
+            return none(f"{name} pairs the channels that RoPE rotates otherwise")
     unrotated = [not x for x in getattr(config, "no_rope_layers", None) or [True] * n]
     return LayerFrequencies([None if u else own(kind) for kind, u in zip(kinds, unrotated)], "")
 
@@ -193,12 +186,11 @@ def layer_frequencies(
 class Reading(NamedTuple):
     "How a model reads a cache that holds codes."
 
-    how: str  # "on codes" or "decoded each step"
-    why: str = ""  # it is decoded
+    why: str = ""  # it is decoded each step; empty: codes are read
     expands: tuple = ()  # classes of attention that make keys and values of a latent
 
     def __str__(self):
-        return f"{self.how}: {self.why}" if self.why else self.how
+        return f"decoded each step: {self.why}" if self.why else "on codes"
 
 
 # what attention on codes takes into account, besides the mask
@@ -322,9 +314,9 @@ def _read_by(model_or_config, config) -> Reading:
     if getattr(config, "reorder_and_upcast_attn", False):  # GPT-2's
         reasons.append("reorder_and_upcast_attn has it compute its scores itself")
     if reasons:
-        return Reading("decoded each step", reasons[0])
+        return Reading(reasons[0])
     expands = tuple(x for x, _ in readers if hasattr(x, EXPAND) and _holds_latents(x))
-    return Reading("on codes", "", expands)
+    return Reading(expands=expands)
 
 # %% ../../nbs/22_model_info.ipynb #cfa16813
 class ModelInfo:
@@ -337,16 +329,13 @@ class ModelInfo:
     ):
         _check_adapter(model_or_config)
         self.config = _text_config(model_or_config)
-        registered = is_registered(self.config)  # else it refuses kinds that are not served
-        own = [] if registered else _own_layers(self.config)  # whose tensors are not kept
-        self._own = [
-            (type(x).__name__, _is_coded(x), getattr(x, "sliding_window", None)) for x in own
-        ]
         # how the model reads a cache; a family that was registered says that it can read codes
-        self.reading = (
-            Reading("on codes") if registered else _read_by(model_or_config, self.config)
-        )
-        if not registered and not all(x.coded for x in read_layers(self.config)):
+        self.reading = Reading()
+        if is_registered(self.config):
+            return
+        _own_layers(self.config)  # refuses kinds that are not served
+        self.reading = _read_by(model_or_config, self.config)
+        if not all(x.coded for x in read_layers(self.config)):
             raise ValueError(
                 f"{self.config.model_type} keeps keys of pictures between those of text, and "
                 "looks for them in its cache, so it cannot be served"
@@ -364,14 +353,12 @@ class ModelInfo:
         return [
             replace(
                 layer,
-                kind=kind,
-                coded=coded and layer.coded,
-                sliding_window=window,
+                kind=type(own).__name__,
+                coded=_is_coded(own) and layer.coded,
+                sliding_window=getattr(own, "sliding_window", None),
                 inv_freq=inv_freq,
             )
-            for layer, (kind, coded, window), inv_freq in zip(
-                read, self._own, self.rope.by_layer
-            )
+            for layer, own, inv_freq in zip(read, self.own_layers(), self.rope.by_layer)
         ]
 
     @property
@@ -523,13 +510,21 @@ def _check_centers(info: ModelInfo, recipes: list) -> None:
         raise ValueError(f"center='pre_rope' needs RoPE in each of its layers: {why}")
 
 # %% ../../nbs/22_model_info.ipynb #a522f8d6
+def sides_of(
+    layer,  # a `LayerInfo`
+    recipe: Recipe,  # of this layer
+) -> tuple:
+    "What is coded how: (spec, head size) of keys and of values; none where no size is said."
+    sides = (recipe.key, layer.key_size), (recipe.value, layer.value_size)
+    return () if layer.sized_by else sides
+
+
 def _check_sizes(info: ModelInfo, recipes: list) -> None:
     """Raise ValueError, naming the layers, for codes that heads of their size cannot have,
     where the config says the sizes."""
     wrong = {}
     for layer, recipe in zip(info.coded, recipes):
-        sides = (recipe.key, layer.key_size), (recipe.value, layer.value_size)
-        for spec, size in () if layer.sized_by else sides:
+        for spec, size in sides_of(layer, recipe):
             try:
                 find_code(spec, size)
             except ValueError as error:

@@ -11,7 +11,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -80,25 +80,18 @@ _PROVED = WeakKeyDictionary()
 # model -> {proof: (kind, seconds that capturing took)} of steps that were compared once
 
 
-class _KindsOfAttributes(dict):
-    """How a digest takes attributes of a type, made at first sight of it: "value" for numbers
-    and texts, "items" for lists and tuples, by what is in them, "" not at all."""
-
-    def __missing__(self, kind: type) -> str:
-        self[kind] = ""
-        if issubclass(kind, (list, tuple)):
-            self[kind] = "items"
-        if issubclass(kind, (bool, int, float, str)):
-            self[kind] = "value"
-        return self[kind]
-
-
-_KINDS = _KindsOfAttributes()
+@lru_cache(maxsize=None)
+def _taken_as(kind: type) -> str:
+    """How a digest takes attributes of a type: "value" for numbers and texts, "items" for lists
+    and tuples, by what is in them, "" not at all."""
+    if issubclass(kind, (bool, int, float, str)):
+        return "value"
+    return "items" if issubclass(kind, (list, tuple)) else ""
 
 
 def _is_plain(x) -> bool:
     "Whether x is made of numbers and texts alone."
-    kind = _KINDS[type(x)]
+    kind = _taken_as(type(x))
     return kind == "value" or (kind == "items" and all(map(_is_plain, x)))
 
 
@@ -120,7 +113,7 @@ def settings_digest(model: torch.nn.Module) -> int:
         forward = 0 if module is model else id(held.get("forward"))
         found += (type(module), *hooks, forward)
         for name, x in held.items():
-            kind = _KINDS[type(x)]
+            kind = _taken_as(type(x))
             if kind == "value":
                 found += (name, type(x), x)
             elif kind == "items":
@@ -248,8 +241,7 @@ class StepRunner:
         self.why = ""  # why the last step was not
         self.captured = self.replayed = 0
         self.seconds = 0  # that capturing took
-        # [1] bool on the device: whether a mask said other than the prompt's; its copy's event
-        self.odd = self.arrives = None
+        self.odd = None  # [1] bool on the device: whether a mask said other than the prompt's
         self.before = None  # tokens of the step before; of a prompt its drafts and one
         self.due = set()  # tokens of steps whose parts are next compiled for the first time
         self.early = None  # steps that were replayed when one was captured in a prompt
@@ -594,7 +586,7 @@ class StepRunner:
             if StepChoice.of(self.model()).count(size, len(self.stores)):
                 self.due.add(step.tokens)
         if self.replayed % 16 == 0:
-            self._look()
+            self.cache().read_flags()
         # the next replay overwrites them
         tensors = {name: x.clone() for name, x in captured.tensors.items()}
         return captured.made(**tensors, past_key_values=self.cache())
@@ -641,22 +633,6 @@ class StepRunner:
         for layer in self.cache().coded_layers:
             layer.store.length += tokens
             layer.store.clock.count(layer.store.length)
-
-    # --- what replays found
-
-    def _look(self) -> None:
-        "Raise what replays found, as soon as it costs no waiting."
-        self.cache().read_flags()
-        if self.odd.device.type != "cuda":
-            return self.check()
-        if self.arrives is None:
-            self.seen = torch.zeros(1, dtype=torch.bool, pin_memory=True)
-        elif not self.arrives.query():
-            return
-        elif self.seen.item():
-            self.check()
-        self.seen.copy_(self.odd, non_blocking=True)
-        self.arrives = torch.cuda.current_stream(self.odd.device).record_event()
 
     def check(self) -> None:
         "Wait for the device. Raises ValueError if a mask said other than the prompt's."

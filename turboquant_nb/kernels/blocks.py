@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from ..cache.attention import Blocks
-from ..cache.memory import Group, Memory, Part
+from ..cache.memory import Group, Memory, Part, Places
 from ..cache.store import KVStore
 from turboquant_nb.kernels.decode import (
     CodeTables,
@@ -596,7 +596,7 @@ def look_up_planes(
         HELD=held,
         LAST=table.shape[-1] - 1 if held else 0,
         PAGED=run is not None,
-        A=memory.places_of(group.names),
+        A=Places.of(memory.fields, group.names),
     )
     grid = count, cells.shape[0] * cells.shape[1], -(-layout.rows // 16)
     # what a window sees costs registers
@@ -647,7 +647,7 @@ class KernelBlocks(Blocks):
             if layout is None:
                 out[name] = held.memory.numbers(name, first, last)
                 continue
-            group = Group(layout, slice(0, layout.d), (name,), layout.plane_shapes)
+            group = Group(layout, slice(0, layout.d), (name,))
             bits = _numbers((0, 1), torch.uint8, held.memory.cells.device)[None]
             rows = held.memory.cells.shape[:2]
             found = bits.new_empty(*rows, (z - a) * tile, layout.d)

@@ -1090,8 +1090,6 @@ class Cpu(Backend):
             return f"one query a sequence is served, got q of shape {list(q.shape)}"
         if why := store.clock.refuses("look-up"):
             return why
-        if store.end is not None:
-            return "sequences have ends"
         if why := next(filter(None, (s.q.code.refuses("windows") for s in store.parts)), ""):
             return why
         if torch.is_grad_enabled() and any(x.requires_grad for x in states):
@@ -1183,7 +1181,7 @@ class Cpu(Backend):
     ) -> bool:  # whether it did; if not, nothing has changed
         "Code one token of each sequence; the quantizer codes or refuses what this does not."
         clock, kind = store.clock, (store.dtype, store.device)
-        if clock.by_device or store.end is not None:
+        if clock.by_device:
             return False
         position = clock.learn(store)
         shapes = [(store.batch, store.heads, 1, part.q.d) for part in store.parts]

@@ -1117,7 +1117,7 @@ def store_operands(
         k=last_dim_dense(k),
         v=last_dim_dense(v),
         start=store.start if padded else None,
-        end=store.end,
+        end=None,
         position=store.clock.position,
         cos_sin=store.rope_table,
         near_angles=None if angles is None else angles.near,

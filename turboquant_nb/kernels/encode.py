@@ -1833,7 +1833,7 @@ def _is_short(store: KVStore, plan: AppendPlan, k, v) -> bool:
     room = math.inf  # it can be made
     if store.max_length is not None:
         room = min(store.key.memory.tiles * store.tile, store.max_length)
-    return 0 < n <= plan.tokens and at + n <= room and store.end is None and at > 0
+    return 0 < n <= plan.tokens and at + n <= room and at > 0
 
 
 _make_room = without_autograd(make_room)
@@ -1869,8 +1869,11 @@ def _code_and_wait(found, store, states, names):
 def _plan_of_sides(sides, cos_sin) -> AppendPlan:
     "The plan of sides in a capture."
     s, rope = sides[0], 0 if cos_sin is None else cos_sin.shape[1]
-    exact, texts = (s.t[n].shape[2] for n in ("sinks", "recent")), tuple(s.text for s in sides)
-    sizes = StoreSizes(s.coder.memory.tile, s.mean is not None, rope, *exact)
+    exact, texts = (
+        (s.part.tensors[n].shape[2] for n in ("sinks", "recent")),
+        tuple(s.text for s in sides),
+    )
+    sizes = StoreSizes(s.part.memory.tile, s.part.mean is not None, rope, *exact)
     return _plan_of(texts, s.x.dtype, s.x.device, sizes)
 
 
@@ -1883,7 +1886,7 @@ def _launch_at(launch, sides, start, position, flags, cos_sin, max_length):
     "Launch an append where the device counts."
     plan = _plan_of_sides(sides, cos_sin)
     shared = {
-        "MEAN": plan.key.subtracted(sides[0].mean),
+        "MEAN": plan.key.subtracted(sides[0].part.mean),
         "COS_SIN": flags if cos_sin is None else cos_sin,
         "START": start,
         "POSITION": position,

@@ -227,8 +227,6 @@ class Flash(Backend):
         late = call.first is not None and call.first > store.length - n
         if call.mask is not None or late:
             return "the blocks know ranges of positions, not masks"
-        if store.end is not None:
-            return "sequences have ends"
         if call.bias is not None:
             return "the blocks take no bias on scores"
         if not call.rule.causal:
