@@ -83,7 +83,7 @@ def fragments(
     sizes = (c.d_key, c.key_bits), (c.d_value, c.value_bits)
     sides = [decode_mma.FormSide(*size, x) for size, x in zip(sizes, chains(c, codebook))]
     form = decode_mma.decode_form(*sides, rows, c.tokens)
-    flags = "HAS_START HAS_END BIASED FUSED".split()
+    flags = "HAS_START BIASED FUSED".split()
     constants = dict.fromkeys(flags, False) | dict(
         HAS_LENGTH=True,
         HAS_PAIR=pair,
@@ -99,7 +99,7 @@ def fragments(
         **both_places(c),
     )
     types = TYPES | dict(MK="*fp32", PAIR="*fp32", NEAR="*i32", FAR="*i32", BIAS="*i32")
-    types |= dict(START="*i32", END="*i32", each_length="constexpr", bias_stride="i32")
+    types |= dict(START="*i32", each_length="constexpr", bias_stride="i32")
     constants |= dict(each_length=1)
     fn = decode_mma.fragments_kernel
     options = dict(num_warps=1, launch_pdl=True) | ({"maxnreg": regs} if regs else {})
@@ -122,7 +122,7 @@ def windows(c, codebook):
 
 
 def portable(c, sliding=False, capped=False, listed=True, codebook=None):
-    flags = dict.fromkeys(("HAS_START", "HAS_END", "BIASED"), False)
+    flags = dict.fromkeys(("HAS_START", "BIASED"), False)
     constants = decode_launch._NO_TABLE | sizes(c) | flags
     constants |= both_places(c) | dict(
         R=c.tokens // 4,
@@ -154,7 +154,7 @@ def join(
     listed=True,
     learnt=False,
 ):
-    constants = sizes(c) | dict.fromkeys(("HAS_START", "HAS_END"), False)
+    constants = sizes(c) | dict(HAS_START=False)
     constants |= dict.fromkeys("SK WK SV WV".split())
     constants |= dict(
         Q=4,

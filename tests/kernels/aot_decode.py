@@ -35,7 +35,6 @@ TYPES = dict(
     PAIR="*bf16",
     TABLE="*i32",
     START="*i64",
-    END="*i64",
     LENGTH="*i32",
     PAGES="*i32",
     WORK="*i32",
@@ -122,7 +121,6 @@ def build(
     form = decode_mma.decode_form(*sides, rows, page, fused)
     flags = dict(
         HAS_START=False,
-        HAS_END=False,
         HAS_LENGTH=length,
         HAS_PAIR=pair and not paged,
         PAGED=paged,
@@ -160,7 +158,6 @@ def combine(capability=90, d=128, fast=True, together=1, each=16):
         SB=16,
         EB=each,
         HAS_START=False,
-        HAS_END=False,
         HAS_LENGTH=False,
         HAS_PAIR=together < 16,  # so many are an engine's alone, whose exact keys have none
         SLIDING=False,
@@ -189,7 +186,6 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
         VB=bits[1],
         Q=16,
         HAS_START=False,
-        HAS_END=False,
         HAS_LENGTH=False,
         BIASED=False,
         SLIDING=False,

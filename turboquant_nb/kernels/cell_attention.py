@@ -331,7 +331,7 @@ def _operands(
     k, v = (None if x is None else by_request(dense_channels(x)) for x in exact[:2])
     q = by_request(q)
     chains = [chain or None for chain in tables.chains]
-    absent = "start end own key_sinks key_recent value_sinks value_recent".split()
+    absent = "start own key_sinks key_recent value_sinks value_recent".split()
     angles, turn = plan.angles, plan.cos_sin
     return DecodeOperands(
         q=q,

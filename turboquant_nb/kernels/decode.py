@@ -186,23 +186,12 @@ class _Tokens(NamedTuple):
 
 
 @triton.jit
-def _coded_range(
-    at,
-    b,
-    START,
-    END,
-    tokens,
-    HAS_START: tl.constexpr,
-    HAS_END: tl.constexpr,
-    SLIDING: tl.constexpr,
-):
+def _coded_range(at, b, START, tokens, HAS_START: tl.constexpr, SLIDING: tl.constexpr):
     "From where to where queries at these positions read codes. tokens: `_Tokens`."
     low = at * 0 + tokens.sinks
     high = at + 1
     if HAS_START:
         low += tl.load(START + b).to(tl.int32)
-    if HAS_END:
-        high = tl.minimum(high, tl.load(END + b).to(tl.int32))
     low = tl.maximum(low, tokens.offset)
     if SLIDING:
         low = tl.maximum(low, at - tokens.sliding_window + 1)
@@ -307,7 +296,6 @@ def portable_kernel(
     vct,
     TABLE,
     START,
-    END,
     LENGTH,
     each_length,
     BIAS,
@@ -337,7 +325,6 @@ def portable_kernel(
     VB: tl.constexpr,
     Q: tl.constexpr,
     HAS_START: tl.constexpr,
-    HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     BIASED: tl.constexpr,
     SLIDING: tl.constexpr,
@@ -361,7 +348,7 @@ def portable_kernel(
     j = block * Q + tl.arange(0, Q)
     at = length - n + j % n
     tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
-    low, high = _coded_range(at, b, START, END, tokens, HAS_START, HAS_END, SLIDING)
+    low, high = _coded_range(at, b, START, tokens, HAS_START, SLIDING)
     d = tl.arange(0, DP)
     here = (bh * blocks * Q + j)[:, None] * D + d[None, :]
     q = tl.load(ROTATED + here, mask=(j >= 0)[:, None] & (d < D)[None, :], other=0.0)
@@ -501,7 +488,6 @@ class _JoinForm(NamedTuple):
     CAPPED: bool
     PDL: bool  # does the kernel begin while the one before runs?
     HAS_START: bool
-    HAS_END: bool
     HAS_LENGTH: bool
 
 
@@ -534,24 +520,20 @@ def _rows_to_join(heads, group, n, F: tl.constexpr):
 
 
 @triton.jit
-def _range_of(START, END, LENGTH, each_length, b, length, F: tl.constexpr):
-    "Where the tokens of a sequence begin and end; how many there are."
+def _range_of(START, LENGTH, each_length, b, length, F: tl.constexpr):
+    "Where the tokens of a sequence begin; how many there are."
     start = 0
     if F.HAS_START:
         start = tl.load(START + b).to(tl.int32)
     if F.HAS_LENGTH:
         length = tl.load(LENGTH + b * each_length)
-    stop = length
-    if F.HAS_END:
-        stop = tl.load(END + b).to(tl.int32)
-    return (start, stop), length
+    return start, length
 
 # %% ../../nbs/19_decode.ipynb #2176f899
 @triton.jit
-def _exact_tokens(q, rows, keys, values, span, tokens, cap, F: tl.constexpr):
+def _exact_tokens(q, rows, keys, values, start, tokens, cap, F: tl.constexpr):
     """Attention of R queries over the exact tokens of their sequence, EB at a time: maximum and
     total [R], sum [R, DVP]. keys, values: sinks, recent tokens and chunk, with its strides."""
-    start, stop = span
     bh = rows.bh.to(tl.int64)
     at = tokens.length - rows.n + rows.r % rows.n
     SK, WK, CK, ckb, ckh, ckn = keys
@@ -560,7 +542,6 @@ def _exact_tokens(q, rows, keys, values, span, tokens, cap, F: tl.constexpr):
     low = tl.maximum(start, tokens.offset) + at * 0
     if F.SLIDING:
         low = tl.maximum(low, at - tokens.sliding_window + 1)
-    high = tl.minimum(at + 1, stop)
     since = _exact_from(at, tokens)
     m = tl.full([F.R], -1e30, tl.float32)
     total = tl.zeros([F.R], tl.float32)
@@ -572,9 +553,8 @@ def _exact_tokens(q, rows, keys, values, span, tokens, cap, F: tl.constexpr):
         pos, counts = _exact_where(i, start, tokens)
         k = _exact_rows(SK, WK, ck, bh, i, counts, sinks, recent, ckn, F.D, F.DP)
         v = _exact_rows(SV, WV, cv, bh, i, counts, sinks, recent, cvn, F.DV, F.DVP)
-        visible = (
-            counts[None, :] & (pos[None, :] >= low[:, None]) & (pos[None, :] < high[:, None])
-        )
+        visible = counts[None, :] & (pos[None, :] >= low[:, None])
+        visible = visible & (pos[None, :] <= at[:, None])
         visible = visible & ((pos[None, :] >= since[:, None]) | (pos < start + sinks)[None, :])
         m, total, acc = attend_exactly(
             key_products(q, k), v, visible, m, total, acc, cap, F.CAPPED
@@ -706,7 +686,6 @@ def combine_kernel(
     cvh,
     cvn,
     START,
-    END,
     LENGTH,
     each_length,
     splits,
@@ -733,7 +712,6 @@ def combine_kernel(
     SB: tl.constexpr,
     EB: tl.constexpr,
     HAS_START: tl.constexpr,
-    HAS_END: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_PAIR: tl.constexpr,
     SLIDING: tl.constexpr,
@@ -759,14 +737,14 @@ def combine_kernel(
     parts go to REST unless FAST. BLOCKS: of an engine's request, whose tokens lie one behind
     the other and its recent ones, N to a block, where a table says."""
     F: tl.constexpr = _JoinForm(
-        D, DP, DV, DVP, Q, R, SB, EB, N, SLIDING, CAPPED, PDL, HAS_START, HAS_END, HAS_LENGTH
+        D, DP, DV, DVP, Q, R, SB, EB, N, SLIDING, CAPPED, PDL, HAS_START, HAS_LENGTH
     )
     rows = _rows_to_join(heads, group, n, F)
     top = tl.full([R], float("-inf"), tl.float32)
     whole = tl.zeros([R], tl.float32)
     near = tl.zeros([R, DVP], tl.float32)
     if EB > 0:
-        span, length = _range_of(START, END, LENGTH, each_length, rows.b, length, F)
+        start, length = _range_of(START, LENGTH, each_length, rows.b, length, F)
         d = tl.arange(0, DP)[None, :]
         here = query_places(QUERY, sb, sh, sn, rows.b, rows.h, rows.r, group, n)[:, None]
         q = (
@@ -784,7 +762,7 @@ def combine_kernel(
                 m, whole, near = _block_tokens(q, rows, m, whole, near, held, tokens, cap_at, F)
         else:
             keys, values = (SK, WK) + keys, (SV, WV) + values
-            m, whole, near = _exact_tokens(q, rows, keys, values, span, tokens, cap_at, F)
+            m, whole, near = _exact_tokens(q, rows, keys, values, start, tokens, cap_at, F)
         top = tl.where(whole != 0, m, top)  # NaN counts as seen
     norm, lse, near, far = _join_splits(
         (OUT_PARTS, LSE_PARTS), WORK, rows, blocks, splits, top, whole, near, F, LISTED
@@ -841,7 +819,6 @@ class DecodeOperands(NamedTuple):
     k: Tensor | None  # [B, H, m, d_key] exact states of the last m tokens
     v: Tensor | None
     start: Tensor | None  # [B] int64; None: no sequence is padded
-    end: Tensor | None  # [B] int64
     position: Tensor | None  # [1] or [B] int32, replaces `length`
     cos_sin: Tensor | None  # [positions, r] fp16: key_mean is a pre-RoPE mean
     # see `query.AngleTables`: the tensor-core kernel needs no bias of scores
@@ -1117,7 +1094,6 @@ def store_operands(
         k=last_dim_dense(k),
         v=last_dim_dense(v),
         start=store.start if padded else None,
-        end=None,
         position=store.clock.position,
         cos_sin=store.rope_table,
         near_angles=None if angles is None else angles.near,
@@ -1176,28 +1152,20 @@ def rotate(
 
 @lru_cache(maxsize=256)
 def _shared_constants(
-    d: int,
-    dv: int,
-    start: bool,
-    end: bool,
-    length: bool,
-    pair: bool,
-    sliding: bool,
-    capped: bool,
+    d: int, dv: int, start: bool, length: bool, pair: bool, sliding: bool, capped: bool
 ) -> dict:
-    flags = dict(HAS_START=start, HAS_END=end, HAS_LENGTH=length, HAS_PAIR=pair)
+    flags = dict(HAS_START=start, HAS_LENGTH=length, HAS_PAIR=pair)
     flags |= dict(SLIDING=sliding, CAPPED=capped)
     return dict(D=d, DP=padded_size(d), DV=dv, DVP=padded_size(dv)) | flags
 
 
 def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
     "Arguments that kernels have in common, by their names."
-    start, end, position, pair = x.start, x.end, x.position, x.key_pair
+    start, position, pair = x.start, x.position, x.key_pair
     absent = x.packed_lut  # stands where a tensor is missing
     sb, sh, sn, *_ = x.q.stride()
     flags = (
         start is not None,
-        end is not None,
         position is not None,
         pair is not None,
         x.sliding_window is not None,
@@ -1210,7 +1178,6 @@ def shared_arguments(x: DecodeOperands, s: DecodeSizes) -> dict:
         sn=sn,
         PAIR=absent if pair is None else pair,
         START=absent if start is None else start,
-        END=absent if end is None else end,
         LENGTH=absent if position is None else position,
         each_length=int(position is not None and len(position) > 1),
         heads=s.heads,

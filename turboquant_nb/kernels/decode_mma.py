@@ -587,7 +587,6 @@ class _How(NamedTuple):
     "What a launch asks of the kernel besides its `Form`. All are constexprs."
 
     HAS_START: bool
-    HAS_END: bool
     HAS_PAIR: bool
     PAGED: bool  # in an engine's blocks?
     LISTED: bool  # by a list of work?
@@ -816,22 +815,18 @@ class _Span(NamedTuple):
 
 
 @gluon.jit
-def _span(START, END, WORK, part, splits, n, tokens, HOW: gl.constexpr, G: gl.constexpr):
+def _span(START, WORK, part, splits, n, tokens, HOW: gl.constexpr, G: gl.constexpr):
     "What a split reads of `_Tokens`."
     length, offset, sinks = tokens.length, tokens.offset, tokens.sinks
     # all rows read the tokens before from codes
     shared = gl.minimum(
         length - tokens.chunk, gl.maximum(tokens.recent_from, length - tokens.recent)
     )
-    stop = length
-    if HOW.HAS_END:
-        stop = gl.minimum(stop, gl.load(END + part.b).to(gl.int32))
     lo = sinks - offset
     if HOW.HAS_START:
         lo += gl.load(START + part.b).to(gl.int32)
     lo = gl.maximum(lo, 0)
     shared = shared - offset
-    stop = stop - offset
     at0 = length - n - offset  # the first query
     row = part.block * G.Q + gl.arange(0, G.Q, layout=gl.SliceLayout(0, G.LF))
     at = at0 + row % n
@@ -839,8 +834,8 @@ def _span(START, END, WORK, part, splits, n, tokens, HOW: gl.constexpr, G: gl.co
     if HOW.SLIDING:
         lo_row = gl.maximum(lo_row, at - tokens.sliding_window + 1)
         lo = gl.maximum(lo, at0 - tokens.sliding_window + 1)
-    hi_row = gl.minimum(gl.minimum(stop, at + 1), gl.maximum(shared, at + 1 - tokens.own))
-    hi = gl.minimum(gl.minimum(stop, at0 + n), gl.maximum(shared, at0 + n - tokens.own))
+    hi_row = gl.minimum(at + 1, gl.maximum(shared, at + 1 - tokens.own))
+    hi = gl.minimum(at0 + n, gl.maximum(shared, at0 + n - tokens.own))
     first = lo // 256
     count = gl.maximum((hi + 255) // 256 - first, 0)
     split, nobody = part.split, part.nobody
@@ -849,7 +844,7 @@ def _span(START, END, WORK, part, splits, n, tokens, HOW: gl.constexpr, G: gl.co
         each = gl.load(WORK)
         begin, end = split * each, gl.minimum((split + 1) * each, gl.where(nobody, 0, count))
     # tiles that end here or before, and begin after safe_lo, need no mask
-    safe_hi = gl.minimum(gl.minimum(stop, at0 + 1), gl.maximum(shared, at0 + 1 - tokens.own))
+    safe_hi = gl.minimum(at0 + 1, gl.maximum(shared, at0 + 1 - tokens.own))
     safe_lo = lo
     if HOW.SLIDING:
         safe_lo = gl.maximum(lo, at0 + n - tokens.sliding_window)
@@ -1742,7 +1737,6 @@ def fragments_kernel(
     vct,
     TABLE,
     START,
-    END,
     LENGTH,
     each_length,
     PAGES,
@@ -1775,7 +1769,6 @@ def fragments_kernel(
     v_step,
     cap_at,
     HAS_START: gl.constexpr,
-    HAS_END: gl.constexpr,
     HAS_LENGTH: gl.constexpr,
     HAS_PAIR: gl.constexpr,
     PAGED: gl.constexpr,
@@ -1795,25 +1788,14 @@ def fragments_kernel(
     """Q query rows of one KV head over one split of the coded tokens, by one warp: output and
     log2-sum-exp2."""
     HOW: gl.constexpr = _How(
-        HAS_START,
-        HAS_END,
-        HAS_PAIR,
-        PAGED,
-        LISTED,
-        FAST_K,
-        MEAN_K,
-        BIASED,
-        FUSED,
-        SLIDING,
-        CAPPED,
-        PDL,
+        HAS_START, HAS_PAIR, PAGED, LISTED, FAST_K, MEAN_K, BIASED, FUSED, SLIDING, CAPPED, PDL
     )
     part = _part(WORK, requests, heads, blocks, splits, early, HOW, G)
     length = _length(LENGTH, each_length, length, n, part, HAS_LENGTH, HOW)
     memory = _memory(G)
     rows = _query_rows(sb, sh, sn, part, group, n, G)
     tokens = _Tokens(length, offset, sinks, recent, recent_from, chunk, own, sliding_window)
-    span = _span(START, END, WORK, part, splits, n, tokens, HOW, G)
+    span = _span(START, WORK, part, splits, n, tokens, HOW, G)
     begin, end = span.begin, span.end
     pages = (PAGES, span.last)
     if PAGED:

@@ -236,7 +236,7 @@ def refuses(
 # %% ../../nbs/reference/kernels_launch.ipynb #abffc2b6
 _SCHEMA = """(Tensor q, Tensor key_cells, Tensor key_scales, Tensor value_cells, Tensor value_scales,
  Tensor packed_lut, Tensor levels, Tensor key_rotation, Tensor value_rotation, Tensor? key_mean,
- Tensor? key_pair, Tensor key_sinks, Tensor key_recent, Tensor value_sinks, Tensor value_recent, Tensor? k, Tensor? v, Tensor? start, Tensor? end, Tensor? position, Tensor? cos_sin, Tensor? near_angles, Tensor? far_angles, float key_step, float value_step,
+ Tensor? key_pair, Tensor key_sinks, Tensor key_recent, Tensor value_sinks, Tensor value_recent, Tensor? k, Tensor? v, Tensor? start, Tensor? position, Tensor? cos_sin, Tensor? near_angles, Tensor? far_angles, float key_step, float value_step,
  SymInt length, SymInt offset, SymInt recent_from, float scaling, SymInt? sliding_window, float? softcap,
  SymInt? splits, bool key_hadamard, bool value_hadamard, bool portable, SymInt? own, int[] key_places, int[] value_places,
  SymInt tile, SymInt key_bits, SymInt value_bits, int[]? key_chain, int[]? value_chain, SymInt? rotating) -> (Tensor, Tensor)"""
