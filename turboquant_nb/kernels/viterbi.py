@@ -181,6 +181,7 @@ def _few_step(
 
 @triton.jit
 def _own_states(S: tl.constexpr):
+    "The states of each lane, by register."
     states = ()
     for r in tl.static_range(S // 32):
         states = states + (32 * r + tl.arange(0, 32),)
@@ -236,6 +237,8 @@ def _few_kernel(
     HELD: tl.constexpr,
     TURNS: tl.constexpr,
 ):
+    """Symbols of a vector X [N] by one warp; its product with its levels, and of the levels with
+    themselves. HELD: channels before its own that a window sees."""
     K: tl.constexpr = 2**BITS
     v = tl.program_id(0).to(tl.int64)
     x_at = X + v * N
@@ -353,9 +356,8 @@ def find_symbols(
     bits = trellis.bits
     turns = 2 if trellis.start == "tail" else 1
     block = block or (1 if count <= 2 * programs else 32)
-    if turns == 2 and n % 16:  # the seam is not between two groups of eight symbols
-        block = max(block, 32)
-    if trellis.states % 32 or len(levels) > 32:  # states and levels do not fill lanes
+    seam = turns == 1 or n % 16 == 0  # does it lie between two groups of eight symbols?
+    if not seam or trellis.states % 32 or len(levels) > 32:  # or what lanes cannot hold
         block = max(block, 32)
     if block == 1:
         find_few(trellis, x, levels, by_window, out, *sums)
