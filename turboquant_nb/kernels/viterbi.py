@@ -149,7 +149,7 @@ def _few_step(
     MASKS: tl.constexpr,
     FOLLOW: tl.constexpr,
 ):
-    """A step of (10.3) by a warp, whose lane has the states 32 r + lane; x is alike in all lanes,
+    """A step of (10.3) by a warp, whose lane has the states 32 r + lane. x is alike in lanes,
     `level` and `reads` are a level and the index of the window that is the lane's number.
     FOLLOW: 1 passes paths on, 2 appends a symbol to them."""
     K: tl.constexpr = 2**BITS
@@ -237,7 +237,7 @@ def _few_kernel(
     HELD: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Symbols of a vector X [N] by one warp; its product with its levels, and of the levels with
+    """Symbols of a vector X [N] by one warp; its product with its levels, and of these with
     themselves. HELD: channels before its own that a window sees."""
     K: tl.constexpr = 2**BITS
     v = tl.program_id(0).to(tl.int64)

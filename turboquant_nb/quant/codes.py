@@ -217,8 +217,8 @@ KERNELS = {}
 
 # %% ../../nbs/12_codes.ipynb #ed010e85
 class TrellisCode(Code):
-    """Vectors of d channels by one trellis, chained in the order of `lane_order`. Where there is
-    one, a kernel of `KERNELS` finds the symbols."""
+    """Vectors of d channels by one trellis, chained in the order of `lane_order`. A kernel of
+    `KERNELS` finds the symbols, where there is one."""
 
     def __init__(
         self,
