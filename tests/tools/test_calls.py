@@ -39,10 +39,8 @@ def test_no_way_becomes_longer():
     token = [x[:, :, -1:] for x in (q, k, v)]
     append = lambda: store.append(*token[1:])
     attend = lambda: ops.attend(token[0], store, *token[1:], backend="torch")
-    for call, most in (
-        (append, 53),
-        (attend, 68),
-    ):  # `in_order` takes the place of three copies
+    # of 68 `in_order` takes the place of three copies
+    for call, most in ((append, 53), (attend, 68)):
         call()  # what is made on first use
         names = entered(call)
         assert len(names) <= most, sorted(names)

@@ -26,7 +26,7 @@ from ..cache.store import KVStore, Part, make_room
 from ..cache.exact import commit, without_autograd
 from ..files import cache_dir, is_private, private_folder, temporary_folder
 from ..quant.codes import KERNELS
-from ..theory.trellis import Trellis
+from ..theory.trellis import FAR, REACH, UNIT, Trellis
 
 # %% ../../nbs/reference/kernels_cpu.ipynb #45c0000c
 _VECTORS = r"""
@@ -702,12 +702,12 @@ extern "C" int64_t code(const Call* call, const Coder* coders) {  // whether it 
 """
 
 # %% ../../nbs/reference/kernels_cpu.ipynb #45c0001b2
-_VITERBI = r"""
-enum { LANES = 32, REACH = 8, FAR = 1 << 29 };
+_VITERBI = rf"enum {{ LANES = 32, REACH = {REACH:.0f}, FAR = {FAR}, UNIT = {1 << UNIT} }};"
+_VITERBI += r"""
 typedef int32_t Lanes __attribute__((vector_size(4 * LANES)));
 struct Trellis {
   const float* levels;                  // [count]
-  const int32_t* index;                 // [states << bits], of a window's level
+  const int64_t* index;                 // [states << bits], of a window's level
   int64_t bits, states, count, circular;
 };
 template <int BITS>  // vectors side by side: x [n, LANES] and symbols, state before and after
@@ -725,7 +725,7 @@ static void find_path(const Trellis& c, const float* x, int64_t n, int64_t shift
     const float* here = x + (t + shift) % n * LANES;
     for (int64_t i = 0; i < c.count; i++)
       for (int l = 0; l < LANES; l++) {
-        const float by = here[l] - c.levels[i], units = by * by * 16384.f + 8388608.f;
+        const float by = here[l] - c.levels[i], units = by * by * UNIT + 8388608.f;
         away[i * LANES + l] = (int32_t)(bits_of<uint32_t>(units) - 0x4B000000u) << BITS;
       }
     for (int64_t s = 0; s < S; s++) {
@@ -744,8 +744,9 @@ static void find_path(const Trellis& c, const float* x, int64_t n, int64_t shift
     std::swap(cost, next);
   }
   for (int l = 0; l < LANES; l++) {
-    int64_t at = bound && c.circular ? state[l] : 0;
-    if (!(bound && c.circular))
+    const bool known = bound && c.circular;  // it ends where it began
+    int64_t at = known ? state[l] : 0;
+    if (!known)
       for (int64_t s = 1; s < S; s++)
         if ((cost[s * LANES + l] & -K) < (cost[at * LANES + l] & -K)) at = s;
     for (int64_t t = n - 1; t >= until; t--) {
@@ -786,8 +787,8 @@ extern "C" void search(const Trellis* c, const float* rows, int64_t count, int64
 }
 """
 
-_PARTS = _VECTORS, _NUMBERS, _CALL, _INDICES, _PRODUCTS, _SOFTMAX, _RUNS, _JOIN, _CODER
-SOURCE = "".join([*_PARTS, _VITERBI])
+_SHARED = _VECTORS, _NUMBERS, _CALL, _INDICES, _PRODUCTS, _SOFTMAX, _RUNS
+SOURCE = "".join([*_SHARED, _JOIN, _CODER, _VITERBI])
 
 # %% ../../nbs/reference/kernels_cpu.ipynb #45c0001a
 def _processor() -> str:
@@ -932,7 +933,7 @@ class Library:
         ValueError for fewer states."""
         if trellis.states < 1 << trellis.bits:
             raise ValueError(f"search takes 2**bits states or more, got {trellis}")
-        rows, index = rows.detach().contiguous(), trellis.index.int()
+        rows, index = rows.detach().contiguous(), trellis.index
         levels, circular = trellis.table, trellis.start == "tail"
         sizes = trellis.bits, trellis.states, len(levels), circular
         how = _Trellis(levels.data_ptr(), index.data_ptr(), *sizes)

@@ -26,15 +26,24 @@ _FAR = tl.constexpr(FAR)
 
 
 @triton.jit
+def _within_reach(x):
+    x = tl.where(x == x, x, 0.0)  # NaN has a code, and its scale says what it was
+    return tl.minimum(tl.maximum(x, -_REACH), _REACH)
+
+
+@triton.jit
+def _in_units(d, BITS: tl.constexpr):
+    "What a distance costs, in units, above BITS zero bits."
+    return ((d * d * _UNIT + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000) << BITS
+
+
+@triton.jit
 def _distances(x, LEVELS, M: tl.constexpr, BITS: tl.constexpr):
     "What each of M levels costs, in units, above BITS zero bits."
-    x = tl.where(x == x, x, 0.0)  # NaN has a code, and its scale says what it was
-    near = tl.minimum(tl.maximum(x, -_REACH), _REACH)
+    near = _within_reach(x)
     away = ()
     for i in tl.static_range(M):
-        d = near - tl.load(LEVELS + i)
-        whole = (d * d * _UNIT + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-        away = away + (whole << BITS,)
+        away = away + (_in_units(near - tl.load(LEVELS + i), BITS),)
     return away
 
 # %% ../../nbs/reference/kernels_viterbi.ipynb #0c3e1f26
@@ -155,8 +164,7 @@ def _few_step(
     K: tl.constexpr = 2**BITS
     EACH: tl.constexpr = 32 // K
     lane = tl.arange(0, 32)
-    d = x - level
-    away = ((d * d * _UNIT + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000) << BITS
+    away = _in_units(x - level, BITS)
     costs, paths = (), ()
     for r in tl.static_range(S // 32):
         best = lane * 0 + 2147483647
@@ -213,11 +221,26 @@ def _least(cost, S: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _eight(x_at, t, N: tl.constexpr):
-    "Channels t to t + 7 of a circle, in lanes, within reach; NaN is 0."
-    x = tl.load(x_at + (t + tl.arange(0, 32) % 8) % N)
-    x = tl.where(x == x, x, 0.0)
-    return tl.minimum(tl.maximum(x, -_REACH), _REACH)
+def _few_channels(
+    cost,
+    path,
+    x_at,
+    t,
+    level,
+    reads,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    BITS: tl.constexpr,
+    MASKS: tl.constexpr,
+    FOLLOW: tl.constexpr,
+):
+    "Steps of channels t to t + 7 of a circle; see `_few_step`."
+    lane = tl.arange(0, 32)
+    x = _within_reach(tl.load(x_at + (t + lane % 8) % N))
+    for i in tl.static_range(8):
+        here = tl.gather(x, lane * 0 + i, 0)
+        cost, path = _few_step(cost, path, here, level, reads, S, BITS, MASKS, FOLLOW)
+    return cost, path
 
 # %% ../../nbs/reference/kernels_viterbi.ipynb #40b0few3
 @triton.jit
@@ -256,16 +279,10 @@ def _few_kernel(
     if TURNS > 1:
         cost = _begin(0, True, S, BITS)
         own = _own_states(S)
-        for block in range(N // 16):
-            x = _eight(x_at, block * 8 + N // 2, N)
-            for i in tl.static_range(8):
-                here = tl.gather(x, lane * 0 + i, 0)
-                cost, own = _few_step(cost, own, here, level, reads, S, BITS, MASKS, 0)
-        for block in range(N // 16):
-            x = _eight(x_at, block * 8, N)
-            for i in tl.static_range(8):
-                here = tl.gather(x, lane * 0 + i, 0)
-                cost, own = _few_step(cost, own, here, level, reads, S, BITS, MASKS, 1)
+        for t in range(N // 2, N, 8):
+            cost, own = _few_channels(cost, own, x_at, t, level, reads, N, S, BITS, MASKS, 0)
+        for t in range(0, N // 2, 8):
+            cost, own = _few_channels(cost, own, x_at, t, level, reads, N, S, BITS, MASKS, 1)
         last = _least(cost, S, BITS)
         seam = lane * 0 + S
         for r in tl.static_range(S // 32):
@@ -274,10 +291,9 @@ def _few_kernel(
     cost = _begin(begin, False, S, BITS)
     for block in range(N // 8):
         path = _own_states(S)
-        x = _eight(x_at, block * 8, N)
-        for i in tl.static_range(8):
-            here = tl.gather(x, lane * 0 + i, 0)
-            cost, path = _few_step(cost, path, here, level, reads, S, BITS, MASKS, 2)
+        cost, path = _few_channels(
+            cost, path, x_at, block * 8, level, reads, N, S, BITS, MASKS, 2
+        )
         for r in tl.static_range(S // 32):
             tl.store(back + block * S + 32 * r + lane, path[r])
     state = begin if TURNS > 1 else _least(cost, S, BITS)

@@ -211,8 +211,8 @@ def lane_order(
 
 # %% ../../nbs/12_codes.ipynb #ed010e80
 # "encode": what finds symbols on a GPU, a function of (trellis, rows, levels, levels by
-# window); "few": the same in one launch, see page kernels_viterbi; "cpu": what does on a
-# processor, see `kernels.cpu.Library.search`
+# window); "few": the same in one launch, see page kernels_viterbi; "cpu": the library whose
+# `search` does on a processor, see page kernels_cpu
 KERNELS = {}
 
 # %% ../../nbs/12_codes.ipynb #ed010e85
