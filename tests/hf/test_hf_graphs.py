@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import inspect
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -545,6 +546,26 @@ def test_a_graph_does_not_outlive_the_tensors_that_another_moved():
     assert cache.runner.captured == 4 and cache.layers[0].store.capacity > 256
     for a, b in zip(*logits):
         assert (a - b).norm() < 1e-4 * a.norm()
+
+
+def test_a_chunk_that_makes_stores_grow_does_so_a_layer_at_a_time(monkeypatch):
+    """What a layer held is gone before the next one grows. Kills: graphs that keep all of it
+    until the step behind the chunk, twice the cache for that long."""
+    cache = TurboQuantCache(model := tiny("llama"), "k3v3", graphs=Tape)
+    text = texts(1, 800)
+    read(model, cache, text, 190, [1] * 4)
+    assert cache.runner.held
+    held = [weakref.ref(x.store.key.memory.cells) for x in cache.coded_layers]
+    left, update = [], TurboQuantCache.update
+
+    def watched(*args, **kwargs):
+        left.append([x() is not None for x in held])
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(TurboQuantCache, "update", watched)
+    with torch.no_grad():
+        model(text[:, 194:], past_key_values=cache)
+    assert left == [[True, True], [False, True]]
 
 
 def test_drafts_and_then_none_in_one_cache():

@@ -587,6 +587,8 @@ class TurboQuantCache(Cache):
             elif first.store is not None:
                 now.lengths = self.counted()
         sizes = key_states.shape[2], len(key_states), key_states.dtype
+        if self.runner.held and any(x.outgrows(sizes[0]) for x in self.coded_layers):
+            self.runner.forget()  # else what graphs read would stay beside what grows
         if self.budget and first.is_initialized:
             self.make_room(*sizes)
         now.on_codes = first.on_codes

@@ -7,7 +7,6 @@ __all__ = ['STEPS', 'DRAFTS', 'MARGIN', 'Obstacle', 'Reader', 'TurboQuantLayer',
 
 # %% ../../nbs/reference/hf_layer.ipynb #50f00005
 import copy
-import math
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -304,8 +303,8 @@ class TurboQuantLayer(CacheLayerMixin):
             key_states = self.store.key.into_frame(key_states)
             if first_chunk:
                 self._begin(len(key_states))
-            elif self.store.length + n > (self.store.max_length or math.inf):
-                self.make_growing()  # it may grow again
+            elif self.outgrows(n):
+                self.make_growing()
             few = self.serves_steps(n) or (n == 1 and self.drafting)
             few = few and not first_chunk and self.recipe.recent
             tail = tail_with(self.store, key_states, value_states, self.names) if few else None
@@ -335,6 +334,11 @@ class TurboQuantLayer(CacheLayerMixin):
         "Give back what a sliding layer will not see again: tiles below position `first`."
         if self.is_sliding and not self.clock.fixed:
             self.store.evict(first - MARGIN)
+
+    def outgrows(self, n: int) -> bool:
+        "Whether n more tokens find no room where tensors were fixed for captured steps."
+        most = self.store.max_length if self.is_initialized else None
+        return most is not None and self.store.length + n > most
 
     def make_growing(self) -> None:
         """Let a store whose tensors were fixed for captured steps grow, move and change its
