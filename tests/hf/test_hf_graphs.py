@@ -549,8 +549,9 @@ def test_a_graph_does_not_outlive_the_tensors_that_another_moved():
 
 
 def test_a_chunk_that_makes_stores_grow_does_so_a_layer_at_a_time(monkeypatch):
-    """What a layer held is gone before the next one grows. Kills: graphs that keep all of it
-    until the step behind the chunk, twice the cache for that long."""
+    """What a layer held is gone before the next one grows, and the allocator is asked once.
+    Kills: graphs that keep all of it until the step behind the chunk, twice the cache for that
+    long."""
     cache = TurboQuantCache(model := tiny("llama"), "k3v3", graphs=Tape)
     text = texts(1, 800)
     read(model, cache, text, 190, [1] * 4)
@@ -562,10 +563,23 @@ def test_a_chunk_that_makes_stores_grow_does_so_a_layer_at_a_time(monkeypatch):
         left.append([x() is not None for x in held])
         return update(*args, **kwargs)
 
+    asked = []
     monkeypatch.setattr(TurboQuantCache, "update", watched)
+    monkeypatch.setattr(edits, "_give_back", asked.append)
     with torch.no_grad():
         model(text[:, 194:], past_key_values=cache)
-    assert left == [[True, True], [False, True]]
+    assert left == [[True, True], [False, True]] and asked == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize("reserved, given", [(125, 0), (126, 1)])
+def test_what_grew_is_given_back_where_it_is_a_quarter(reserved, given, monkeypatch):
+    calls = []
+    for name, value in (("memory_allocated", 100), ("memory_reserved", reserved)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    for device in ("cpu", "cuda"):
+        edits._give_back(torch.device(device))
+    assert len(calls) == given
 
 
 def test_drafts_and_then_none_in_one_cache():

@@ -138,10 +138,6 @@ class TieredStore(KVStore):
             out.append(self.tiers[i].length if i in self.tiers else out[-1])
         return (*out, self.length)
 
-    def fits(self, n: int) -> bool:
-        "Whether n more exact tokens need no other tensor."
-        return self.length + n - self.offset <= self.capacity
-
     def run_of(self, tier: int, at: int) -> KVStore:
         "The store of a tier; where it has none an empty one, which begins at position `at`."
         if tier in self.tiers:

@@ -284,6 +284,12 @@ def capacity(self: KVStore) -> int:
     return self.key.memory.tiles * self.key.memory.tile
 
 
+@patch
+def fits(self: KVStore, n: int) -> bool:
+    "Whether n more tokens need no other tensors."
+    return self.length + n - self.offset <= self.capacity
+
+
 @patch(as_prop=True)
 def nbytes(self: KVStore) -> int:
     """Bytes held by this layer's tensors, slack included. Tables are shared between layers;

@@ -571,7 +571,7 @@ class TurboQuantCache(Cache):
         drafts = self._listen()
         if self.take(hooked=False):  # nobody took it where no model is heard yet
             self.running.drafts = drafts
-        first, now = self.coded_layers[0], self.running
+        first, now, n = self.coded_layers[0], self.running, key_states.shape[2]
         now.lengths = {}
         if first.store is not None and is_captured(first.store.device):
             if not first.store.clock.fixed:
@@ -586,9 +586,11 @@ class TurboQuantCache(Cache):
                 self.read_flags()
             elif first.store is not None:
                 now.lengths = self.counted()
-        sizes = key_states.shape[2], len(key_states), key_states.dtype
-        if self.runner.held and any(x.outgrows(sizes[0]) for x in self.coded_layers):
-            self.runner.forget()  # else what graphs read would stay beside what grows
+            if self.runner.held and any(x.outgrows(n) for x in self.coded_layers):
+                self.runner.forget()  # what graphs read would stay beside what grows
+            if first.is_initialized and not first.store.fits(n):
+                _give_back(first.store.device)  # once a pass that grows, not in each layer
+        sizes = n, len(key_states), key_states.dtype
         if self.budget and first.is_initialized:
             self.make_room(*sizes)
         now.on_codes = first.on_codes
@@ -1033,16 +1035,16 @@ def make_room(
                 store.make_room(stand.exact)
     for layer in layers if layers[0].is_initialized else ():  # only now what grows
         layer.store.make_room(layer.stand.exact)
-        _give_back(layer.store.device, budget.memory)
+        _give_back(layer.store.device)
     budget.note(plan)
 
 
-def _give_back(device: torch.device, memory: int) -> None:
+def _give_back(device: torch.device) -> None:
     """Let others have what the allocator keeps of tensors that grew, where that is more than a
-    quarter of a budget: no later one, which is larger, would lie there."""
+    quarter of what is held: no later one, which is larger, would lie there."""
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)
-        if torch.cuda.memory_reserved(device) - held > memory // 4:
+        if torch.cuda.memory_reserved(device) - held > held // 4:
             torch.cuda.empty_cache()
 
 # %% ../../nbs/reference/hf_cache.ipynb #bfd4fd53
