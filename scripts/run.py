@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     module: str
     what: str  # it measures
     smallest: str = ""  # options with which a CPU needs seconds; none where it needs a GPU
-    needs: str = ""  # "GPU", or a package that no extra of the checks installs
+    needs: str = ""  # "GPU", and packages that no extra of the checks installs
 
 
 EXPERIMENTS = {
@@ -46,9 +46,14 @@ EXPERIMENTS = {
         needs="GPU",
     ),
     "serving": Entry(
-        "bench.serving", "a vLLM engine with codes in its blocks, bf16 and fp8", needs="vllm"
+        "bench.serving",
+        "a vLLM engine with codes in its blocks, bf16 and fp8",
+        needs="GPU vllm",
     ),
     # --- quality
+    "engines": Entry(
+        "eval.engines", "perplexity in a vLLM engine beside TurboQuantCache", needs="vllm"
+    ),
     "columns": Entry(
         "eval.columns",
         "bits, perplexity, divergence and times of presets and of others, a row for each",
@@ -152,10 +157,11 @@ CLOSED = {name: (commit, what) for commit, x in LAST.items() for name, what in x
 
 def lacks(needs):
     "Why an experiment cannot run here; an empty text if it can."
-    if needs in ("GPU", "vllm") and not torch.cuda.is_available():
-        return "an NVIDIA GPU"
-    if needs not in ("", "GPU") and not importlib.util.find_spec(needs):
-        return f"{needs}, which is not installed here"
+    for need in needs.split():
+        if need == "GPU" and not torch.cuda.is_available():
+            return "an NVIDIA GPU"
+        if need != "GPU" and not importlib.util.find_spec(need):
+            return f"{need}, which is not installed here"
     return ""
 
 
