@@ -20,14 +20,7 @@ the keys (or a mean before RoPE with RoPE), 4 exact sinks, 16 exact recent token
 un-rotation, output in bf16. Baselines: torch's scaled_dot_product_attention (flash, enable_gqa)
 and a split-KV Triton kernel on bf16 and on fp8 (e4m3, one scale for the tensor, which is what
 fp8 caches store), each the fastest of several splits. `speedup` is the fastest bf16 of the same
-row kind over ours.
-
-`codes, drafts`: `drafted` tokens in one call, each with its own 16 exact tokens, as verifying
-drafts does; `of_one` is its time over that of one token of the same store. `prompt in chunks`:
-attention of a prompt of 32,768 tokens in chunks of `chunk`, all calls together, each to the
-codes of its past and to itself exactly; `prompt at once`: torch's SDPA on the whole prompt.
-Coding is in neither. `first` is the first pass over the chunks, in which cuDNN plans for each
-new shape."""
+row kind over ours."""
 
 import itertools
 import math
@@ -38,16 +31,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from bench.cases import CASES, DEVICE, Shape, filled, frame, held, states
+from bench.cases import CASES, Shape, filled, frame, held, states
 from plan import Plan, earlier
-from bench.timing import (
-    append_times,
-    both_launches,
-    event_time,
-    kernel_times,
-    quantiles,
-    replayed,
-)
+from bench.timing import append_times, both_launches, kernel_times, quantiles, replayed
 
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.kernels import ops
@@ -57,8 +43,6 @@ from turboquant_nb.quant.recipe import preset
 CENTERS = "fixed", "pre_rope"
 BITS = [(4, 4), (3, 3), (2, 2)]
 ALL_BITS = [(k, v) for k in (4, 3, 2) for v in (4, 3, 2)]
-DRAFTED = (1, 2, 4, 8, 16)  # tokens in one call
-RECENT = 16  # exact tokens of a query, itself included
 FP8 = torch.float8_e4m3fn
 DENSE = [(64, 4, 3), (128, 4, 3)]  # blocks, warps and stages of the dense kernel
 
@@ -199,36 +183,15 @@ def gate(cases, recipes):
             q, k, v = states(small, torch.float32)
             if by_tensor_cores(store := of_preset(name, k, v)):
                 worst = max(worst, off(q, store))
-        for n, backend in ((4, "triton"), (64, "flash")) if case == cases[0] else ():
-            q, k, v = drafted(small, n, torch.float32)  # drafts, and a chunk in blocks
-            store, drafts = filled(k, v, 3, 3, "pre_rope"), backend == "triton"
-            near = last(n + RECENT - 1 if drafts else n, k, v)
-            call = dict(recent=RECENT) if drafts else {}
-            want, _ = attend(q, store, *near, **call)
-            got, _ = ops.attend(q, store, *near, backend=backend, **call)
-            worst = max(worst, apart(got, want))
     return {
         "cmd": (
             "decode kernel against attention.attend on the same codes in fp32: every head size "
             "and group, 4, 3 and 2 bits, outliers x1000 in the query and in one value, a "
-            "pre-RoPE mean, drafts, a chunk in blocks, presets"
+            "pre-RoPE mean, presets"
         ),
         "passed": worst <= 1e-3,
         "worst": worst,
     }
-
-
-def drafted(case, n, dtype=torch.bfloat16):
-    "As `states`, with queries of the last n tokens."
-    q, k, v = states(case, dtype)
-    g = torch.Generator(DEVICE).manual_seed(1)
-    size = case.batch, case.heads * case.group, n, case.d
-    return torch.randn(size, generator=g, device=DEVICE, dtype=dtype), k, v
-
-
-def last(n, *states):
-    "The last n tokens of keys and values."
-    return [x[:, :, -n:] for x in states]
 
 
 def compile_one(task):
@@ -242,11 +205,6 @@ def compile_one(task):
                 dense(q, k.to(kind), v.to(kind), 2, *config)()
             except triton.runtime.errors.OutOfResources:  # d = 256 in blocks of 128 tokens
                 pass
-    elif isinstance(bits, int):  # so many drafts
-        q, k, v = drafted(of(600), bits, dtype)
-        for store in (filled(k, v, 3, 3, center) for center in CENTERS):
-            decode_attention(q, store, *last(bits, k, v), recent=RECENT)
-            ops.attend(torch.cat([q] * 20, 2), store, *last(20 * bits, k, v), backend="flash")
     else:
         if isinstance(bits, str):
             stores = [lambda k, v: of_preset(bits, k, v)]
@@ -270,10 +228,6 @@ def compile_all(cases, workers, known, recipes):
                 kinds.setdefault((c.d, c.group > 4, bits, dtype), (c, bits, dtype))
         for name, dtype in itertools.product(recipes, (torch.bfloat16, torch.float32)):
             kinds.setdefault((c.d, c.group > 4, name, dtype), (c, name, dtype))
-        for n, dtype in (
-            ((4, torch.float32), *((n, torch.bfloat16) for n in DRAFTED)) if i == 0 else ()
-        ):
-            kinds["drafts", n, dtype] = (c, n, dtype)
         if c.d == triton.next_power_of_2(c.d):
             kinds.setdefault((c.d, c.group), (c, None, torch.bfloat16))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -352,52 +306,9 @@ def measure_appends(recipes, case=Shape(8, 8, 1, 128, 70)):
     _, k, v = states(case)
     for name in recipes:
         store = of_preset(name, k, v, room=2048, static=True)
-        token = last(1, k, v)
+        token = [x[:, :, -1:] for x in (k, v)]
         took = append_times(lambda: ops.append(store, *token), [store], case.tokens)
         yield about(case, "append", recipe=name, launch="graph") | quantiles(took)
-
-
-def measure_drafts(case: Shape, seconds):
-    "Rows of several tokens in one call, each as if it had come alone."
-    one = {}
-    for center, n in itertools.product(CENTERS, DRAFTED):
-        q, k, v = drafted(case, n)
-        near = last(n + RECENT - 1, k, v)
-        call = partial(decode_attention, q, filled(k, v, 3, 3, center), *near, recent=RECENT)
-        for row in both_launches(call, seconds):
-            of_one = row["p50"] / one.setdefault((center, row["launch"]), row["p50"])
-            what = dict(center=center, drafted=n, k_bits=3, v_bits=3, of_one=of_one)
-            yield about(case, "codes, drafts", **what) | row
-
-
-def in_chunks(case, chunk, center, q, k, v):
-    "Microseconds of attention of a prompt in chunks, all calls together."
-    part = lambda x, i: x[:, :, i : i + chunk]
-    store = filled(part(k, 0), part(v, 0), 3, 3, center, room=case.tokens)
-    own = [part(q, 0), part(k, 0), part(v, 0)]
-    flash = partial(F.scaled_dot_product_attention, *own, is_causal=True, enable_gqa=True)
-    total = event_time(flash)
-    for i in range(chunk, case.tokens, chunk):
-        own = part(k, i), part(v, i)
-        store.append(*own)
-        total += event_time(partial(ops.attend, part(q, i), store, *own, backend="flash"))
-    return 1e3 * total
-
-
-def measure_chunks(case: Shape, chunk=2048, repeats=3, few=40):
-    """Rows of attention of a whole prompt: at once, and in chunks on the codes of what came
-    before."""
-    q, k, v = drafted(case, case.tokens)
-    flash = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
-    whole = [1e3 * event_time(flash) for _ in range(repeats + 1)][1:]
-    what = dict(launch="eager", n=repeats)
-    yield about(case, "prompt at once", bits=16) | what | quantiles(whole)
-    for center in CENTERS:
-        short = filled(*(x[:, :, :600] for x in (k, v)), 3, 3, center)
-        ops.attend(*(q[:, :, :few], short, k[:, :, :few], v[:, :, :few]), backend="flash")
-        sums = [in_chunks(case, chunk, center, q, k, v) for _ in range(repeats + 1)]
-        codes = dict(chunk=chunk, center=center, k_bits=3, v_bits=3, first=sums[0])
-        yield about(case, "prompt in chunks", **codes) | what | quantiles(sums[1:])
 
 
 def options(p):
@@ -414,12 +325,7 @@ def shape_of(row):
 
 def rows(cases, a, known):
     "What is measured, case by case; `known`: rows of an earlier file."
-    whole = not a.shapes
-    head, have = cases[0], {shape_of(r) for r in known}
-    if whole and not any(r["method"] == "codes, drafts" for r in known):
-        yield from measure_drafts(head, a.seconds)
-        yield from measure_drafts(Shape(1, 8, 4, 128, 8192), a.seconds)
-        yield from measure_chunks(Shape(1, 8, 4, 128, 32768))
+    whole, have = not a.shapes, {shape_of(r) for r in known}
     yield from measure_appends(a.recipes)
     for i, case in enumerate(cases):
         if case not in have:
