@@ -503,7 +503,9 @@ class TurboQuantCache(Cache):
         "Length and first position of the keys that the next update of a layer returns."
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.get_mask_sizes, query_length, layer_idx)
-        if self.budget and self.coded_layers[0].is_initialized:
+        within = self.running is not None and self.running.on_codes is not None
+        if self.budget and self.coded_layers[0].is_initialized and not within:
+            self.check_whole()
             self.make_room(query_length)  # a mask is of the tokens that stay
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
@@ -580,6 +582,8 @@ class TurboQuantCache(Cache):
                     "static=True"
                 )
         else:
+            if now.hooked and not self.static:
+                self.check_whole()
             self.runner.attach()
             _check_reading(self.info)
             if not self.static:
@@ -644,6 +648,13 @@ class TurboQuantCache(Cache):
             raise ValueError(
                 "this cache is in a forward pass of another thread, and serves one at a time: "
                 "make a cache for each; cache.recover() frees one whose pass was broken off"
+            )
+
+    def check_whole(self) -> None:
+        "Raise ValueError where only some layers have taken the tokens of a pass."
+        if len({x.length for x in self.coded_layers}) > 1:
+            raise ValueError(
+                "a forward pass was broken off: cache.recover() forgets its tokens"
             )
 
     def take(
@@ -933,7 +944,15 @@ def _repeat_rows(self: TurboQuantCache, repeats: int) -> None:
     super(TurboQuantCache, self).batch_repeat_interleave(repeats)
 
 
+def _select_rows(self: TurboQuantCache, indices: Tensor) -> None:
+    "Keep the rows `indices`, or those that a bool mask says, in all layers."
+    if self.coded_layers[0].is_initialized:
+        self.make_rows(len(self.coded_layers[0].store.picked(indices)))
+    super(TurboQuantCache, self).batch_select_indices(indices)
+
+
 TurboQuantCache.batch_repeat_interleave = _repeat_rows
+TurboQuantCache.batch_select_indices = _select_rows
 
 
 @patch
@@ -1029,7 +1048,7 @@ def make_room(
             store.settle(stand.ends, names=layer.names)
             if store.capacity > room(stand.exact + stand.ahead):
                 store.make_room(stand.exact)
-    for layer in layers if layers[0].is_initialized else ():  # only now what grows
+    for layer in filter(lambda x: x.is_initialized, layers):  # only now what grows
         layer.store.make_room(layer.stand.exact)
         _give_back(layer.store.device, budget.memory)
     budget.note(plan)
