@@ -1116,7 +1116,7 @@ class Default:
         **settings,
     ):
         self.model, self.settings = weakref.ref(model), dict(recipe=recipe, **settings)
-        self.cache, self.report = None, None  # of the call that runs; of the last one
+        self.report = None  # of the call that ended last
         self.__signature__ = inspect.signature(model.generate)
         self.__name__, self.__doc__ = "generate", model.generate.__doc__
         self.made()
@@ -1140,18 +1140,18 @@ class Default:
         cached = given.get("past_key_values") is not None or asked("cache_implementation")
         if cached or asked("use_cache") is False:
             return {}
-        self.cache = self.made()
-        return dict(past_key_values=self.cache, use_cache=True, cache_implementation=None)
+        return dict(past_key_values=self.made(), use_cache=True, cache_implementation=None)
 
     def __call__(self, *args, **kwargs):
-        "The model's `generate`; then what its cache held is noted, and let go."
+        """The model's `generate`; then what its cache held is noted, and let go. Calls within
+        it, of drafts by its first layers, and other threads' have caches of their own."""
         model, given = self.model(), self.__signature__.bind_partial(*args, **kwargs).arguments
-        given = given | given.pop("kwargs", {})
+        more = self.add(given | given.pop("kwargs", {}))
         try:
-            return type(model).generate(model, *args, **kwargs | self.add(given))
+            return type(model).generate(model, *args, **kwargs | more)
         finally:
-            if self.cache is not None:
-                self.report, self.cache = self.cache.report(), None
+            if more:
+                self.report = more["past_key_values"].report()
 
     def __reduce__(self):
         return getattr, (self.model(), "generate")  # its class's: nothing is in it yet
