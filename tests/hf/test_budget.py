@@ -473,6 +473,23 @@ def test_a_pass_that_was_broken_off_is_refused_until_it_is_forgotten(memory, bef
     assert torch.equal(*logits)
 
 
+@torch.no_grad()
+def test_codes_are_made_as_without_autocast():
+    "A mask is asked for within it, and then tokens move. Kills: room that is made with it."
+    model = tiny("llama", head_dim=16, max_position_embeddings=1024)
+    ids, read = prompt(1, 400, padded=False)["input_ids"], []
+    for around in (True, False):
+        cache = TurboQuantCache(model, memory=100_000)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids[:, :200], past_key_values=cache)
+        exact = cache.layers[1].store.read()
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            cache.get_mask_sizes(200)
+        assert cache.layers[1].store.tiers
+        read.append((exact, cache.layers[1].store.read()))
+    assert all(map(torch.equal, sum(read[0], ()), sum(read[1], ())))
+
+
 def test_it_is_the_default_of_a_model():
     model = tiny("llama", head_dim=16, max_position_embeddings=1024)
     default = enable(model, memory="300kB", floor="k3v3")

@@ -1035,6 +1035,10 @@ def make_room(
     layers, budget = self.coded_layers, self.budget
     if all(x.is_initialized and x.store.fits(n) and batch <= x.store.batch for x in layers):
         return  # its bytes were planned before
+    kind = layers[0].store.device.type if layers[0].is_initialized else "meta"
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # which is for the model
+        with torch.autocast(kind, enabled=False):
+            return self.make_room(n, batch, dtype)
     plan = budget.plan(self.stands(batch, dtype), n)
     self.runner.forget()
     for table in self.reader.tables.values():  # before anything else is held twice
