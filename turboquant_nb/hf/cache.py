@@ -886,8 +886,9 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
     if self.is_initialized:
-        if self.tiers:  # rows that change in each step would be captured in each
+        if self.tiers or len(index) != self.store.batch:
             self.make_growing()
+        if self.tiers:  # rows that change in each step would be captured in each
             self.patience = 8
         rows = index.to(self.store.device)
         starts = tuple(self.starts[i] for i in order or [0] * len(index))
@@ -898,24 +899,14 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
         rearrange(self.store, lambda x: x[rows], len(index), then)
 
 
-@patch
-def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
-    "Keep the rows `indices`, or those that a bool mask says."
+def _reorder_layer(self: TurboQuantLayer, beam_idx: Tensor) -> None:
+    "Row i becomes old row beam_idx[i]."
     if self.is_initialized:
-        self.make_growing()
-        rows = self.store.picked(indices)
+        rows = self.store.picked(beam_idx)
         TurboQuantLayer.take_rows(self, rows, rows.tolist())
 
 
-@patch
-def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
-    "Repeat every row, neighbours together."
-    if self.is_initialized:
-        repeats = checks.whole(repeats, "times", 1)
-        self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
-
-
-TurboQuantLayer.reorder_cache = TurboQuantLayer.batch_select_indices
+TurboQuantLayer.reorder_cache = _reorder_layer
 
 
 def _check_rows(beam_idx, batch: list) -> None:
@@ -935,24 +926,6 @@ def make_rows(self: TurboQuantCache, rows: int) -> None:
     "Make room for so many rows under a budget. Raises as `make_room`."
     if self.budget and self.coded_layers[0].is_initialized:
         self.make_room(0, rows)
-
-
-def _repeat_rows(self: TurboQuantCache, repeats: int) -> None:
-    "Repeat every row in all layers, neighbours together."
-    if self.coded_layers[0].is_initialized:
-        self.make_rows(self.coded_layers[0].store.batch * checks.whole(repeats, "times", 1))
-    super(TurboQuantCache, self).batch_repeat_interleave(repeats)
-
-
-def _select_rows(self: TurboQuantCache, indices: Tensor) -> None:
-    "Keep the rows `indices`, or those that a bool mask says, in all layers."
-    if self.coded_layers[0].is_initialized:
-        self.make_rows(len(self.coded_layers[0].store.picked(indices)))
-    super(TurboQuantCache, self).batch_select_indices(indices)
-
-
-TurboQuantCache.batch_repeat_interleave = _repeat_rows
-TurboQuantCache.batch_select_indices = _select_rows
 
 
 @patch
@@ -986,6 +959,23 @@ def reorder_cache(
             self.reset()
             raise
         raise
+
+
+def _select_rows(self: TurboQuantCache, indices: Tensor) -> None:
+    "Keep the rows `indices`, or those that a bool mask says; broken off as `reorder_cache`."
+    if self.coded_layers[0].is_initialized:
+        self.reorder_cache(self.coded_layers[0].store.picked(indices))
+
+
+def _repeat_rows(self: TurboQuantCache, repeats: int) -> None:
+    "Repeat every row in all layers, neighbours together; broken off as `reorder_cache`."
+    if self.coded_layers[0].is_initialized:
+        rows = torch.arange(self.coded_layers[0].store.batch)
+        self.reorder_cache(rows.repeat_interleave(checks.whole(repeats, "times", 1)))
+
+
+TurboQuantCache.batch_select_indices = _select_rows
+TurboQuantCache.batch_repeat_interleave = _repeat_rows
 
 # %% ../../nbs/reference/hf_cache.ipynb #63b10001
 @patch

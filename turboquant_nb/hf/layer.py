@@ -420,8 +420,3 @@ class MixedLayer(TurboQuantLayer, LinearAttentionLayer):
         "Row i becomes old row order[i], see `TurboQuantLayer.take_rows`."
         LinearAttentionLayer.reorder_cache(self, index)
         TurboQuantLayer.take_rows(self, index, order)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        "Keep the rows `indices`, or those that a bool mask says."
-        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self.reorder_cache(rows)
