@@ -748,7 +748,7 @@ def _talk(session: _Session) -> list:
                     break
             else:
                 turns.append(session.answer(line[1:] if line.startswith("//") else line))
-        except (Usage, OSError, RuntimeError, MemoryError) as error:
+        except (Usage, OSError, RuntimeError, ValueError, MemoryError) as error:
             if not session.typed:
                 raise
             session.say(message(error))
