@@ -423,6 +423,8 @@ def test_models_that_it_does_not_serve_and_files():
     model = tiny("llama", head_dim=16)
     with refuses("memory must be an integer", TypeError):
         TurboQuantCache(model, memory=1.5e9)
+    with refuses("on_tier must be a function of .bits, tokens., got int", TypeError):
+        TurboQuantCache(model, memory="1GB", on_tier=3)
     cache = TurboQuantCache(model, memory="1GB")
     with torch.no_grad():
         model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
