@@ -795,7 +795,7 @@ import operator
 from fastcore.basics import patch
 
 from .. import checks
-from ..cache.store import crop_together, rearrange
+from ..cache.store import crop_together, length_without, rearrange
 from .layer import MARGIN
 
 # %% ../../nbs/reference/hf_cache.ipynb #bef88f44
@@ -815,11 +815,18 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     self.make_growing()
     if not self.drafting:
         self.patience = 8  # of a cache that is cropped again and again no graph is worth it
+    self.check_crop(n)
+    self.tail = self.store.crop(n, self.tail)
+
+
+@patch
+def check_crop(self: TurboQuantLayer, n: int) -> None:
+    "Raise ValueError where the last n tokens, or those that are seen without them, are freed."
     oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
     if self.is_sliding and oldest < self.store.freed and self.store.freed:
         kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"
         raise ValueError(f"cannot crop {n} tokens: a sliding layer keeps {kept}")
-    self.tail = self.store.crop(n, self.tail)
+    length_without(self.store, n)
 
 
 def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
@@ -845,6 +852,9 @@ def _crop_layers(self: TurboQuantCache, tokens_to_remove: int) -> None:
     "Forget the last tokens in all layers; see `TurboQuantLayer.crop`."
     tokens_to_remove = operator.index(tokens_to_remove)  # of drafts: a tensor on the device
     if tokens_to_remove >= 0 or not _crop_drafts(self, -tokens_to_remove):
+        for x in self.coded_layers if tokens_to_remove < 0 else ():
+            if x.is_initialized:  # all of them, before one has changed
+                x.check_crop(-tokens_to_remove)
         super(TurboQuantCache, self).crop(tokens_to_remove)
     if self.budget:
         self.budget.note(self.stands())
