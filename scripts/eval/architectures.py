@@ -211,7 +211,9 @@ BESIDES = {
             num_blocks=1,
         ),
     ),
-    "ProphetNet": dict(num_decoder_layers=2, num_decoder_attention_heads=4),
+    "ProphetNet": dict(
+        num_encoder_layers=2, num_decoder_layers=2, num_decoder_attention_heads=4
+    ),
     "Qwen4Exp": dict(
         hc_lowrank=4,
         indexer_n_heads=2,

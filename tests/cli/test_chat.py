@@ -336,6 +336,13 @@ def test_what_goes_wrong_in_a_turn_is_told_at_a_terminal(typed, monkeypatch):
     assert code == 0 and re.search(r"\d+ tokens in", out.split("CUDA out of memory.")[1])
 
 
+def test_a_budget_that_is_full_is_told_at_a_terminal(typed):
+    "It ended the program, and with it the conversation, which no file takes then."
+    text = "Call me Ishmael. " * 40
+    code, out, _ = typed(text, text, "/status", more="--memory 130KB")
+    assert code == 0 and re.search(r"\d+ tokens in", out.split("bytes is full")[1]), out
+
+
 def test_an_answer_that_was_stopped_is_told_as_far_as_it_came(typed, monkeypatch):
     """Stopped after two tokens, and before the first: there the answer before it was told
     again."""

@@ -3,6 +3,7 @@ codes, gets them decoded in each step, or is refused. Then it does what was said
 tokens of transformers' own cache where every token is held exactly."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def test_the_table_holds_every_class(table):
     assert not table or sorted(table) == architectures.CLASSES
     count = Counter(x["answer"] for x in table.values())
     assert not table or count["on codes"] >= 137 and count["not tried"] == 3
+
+
+@pytest.mark.parametrize("name", ["Falcon", "Inkling"])
+def test_a_budget_counts_the_heads_that_are_held(name):
+    "One for all, others in layers that slide; what a config says wrongly is refused."
+    model = architectures.small(f"{name}ForCausalLM")
+    cache = TurboQuantCache(model, memory="1GB")
+    architectures.tokens(model, cache)
+    assert [x.store.heads for x in cache.coded_layers] == [
+        x.info.heads for x in cache.coded_layers
+    ]
+    cache.reset()
+    cache.coded_layers[0].info = replace(cache.coded_layers[0].info, heads=3)
+    with refuses("memory= counts .heads, key size, value size. = .3, 8, 8. by the config in "):
+        architectures.tokens(model, cache)
 
 
 def test_scores_that_a_model_computes_itself_want_tensors():

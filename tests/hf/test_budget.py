@@ -423,6 +423,8 @@ def test_models_that_it_does_not_serve_and_files():
     model = tiny("llama", head_dim=16)
     with refuses("memory must be an integer", TypeError):
         TurboQuantCache(model, memory=1.5e9)
+    with refuses("on_tier must be a function of .bits, tokens., got int", TypeError):
+        TurboQuantCache(model, memory="1GB", on_tier=3)
     cache = TurboQuantCache(model, memory="1GB")
     with torch.no_grad():
         model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
@@ -433,6 +435,61 @@ def test_models_that_it_does_not_serve_and_files():
     store.settle((0, 0, 0, 9, 9))
     with refuses("start cannot move any more: a budget has coded tokens"):
         store.set_range(start=4, k=states[0], v=states[1])
+
+
+@torch.no_grad()
+def test_more_rows_need_room():
+    "By whichever name they come; what is refused changes nothing."
+    model = tiny("llama", head_dim=16, max_position_embeddings=1024)
+    cache = TurboQuantCache(model, memory=300_000)
+    model(prompt(1, 700, padded=False)["input_ids"], past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([0, 0]))
+    assert cache.report()["batch"] == 2 and held(cache) <= 300_000
+    ends = [x.store.ends for x in cache.coded_layers]
+    with refuses("Nothing was lost"):
+        cache.batch_select_indices(torch.zeros(99, dtype=torch.long))
+    assert ends == [x.store.ends for x in cache.coded_layers]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("memory", ("1GB", 300_000))
+@pytest.mark.parametrize("before", (0, 700))
+def test_a_pass_that_was_broken_off_is_refused_until_it_is_forgotten(memory, before):
+    """While all is exact, too, when transformers' own masks would let the next pass go on with
+    tokens that one layer has twice; and no token moves for a pass that is refused."""
+    model = tiny("llama", head_dim=16, max_position_embeddings=1024)
+    ids, logits = prompt(2, 850, padded=False)["input_ids"], []
+    for broken in (False, True):
+        cache = TurboQuantCache(model, memory=memory)
+        if before:
+            model(ids[:, :before], past_key_values=cache)
+        if broken:
+            hook = model.model.layers[1].register_forward_pre_hook(lambda *x: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(ids[:, before:], past_key_values=cache)
+            hook.remove()
+            with refuses("a forward pass was broken off"):
+                model(ids[:, before:], past_key_values=cache)
+            assert cache.recover() == before
+        logits.append(model(ids[:, before:], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+@torch.no_grad()
+def test_codes_are_made_as_without_autocast():
+    "A mask is asked for within it, and then tokens move. Kills: room that is made with it."
+    model = tiny("llama", head_dim=16, max_position_embeddings=1024)
+    ids, read = prompt(1, 400, padded=False)["input_ids"], []
+    for around in (True, False):
+        cache = TurboQuantCache(model, memory=100_000)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(ids[:, :200], past_key_values=cache)
+        exact = cache.layers[1].store.read()
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            cache.get_mask_sizes(200)
+        assert cache.layers[1].store.tiers
+        read.append((exact, cache.layers[1].store.read()))
+    assert all(map(torch.equal, sum(read[0], ()), sum(read[1], ())))
 
 
 def test_it_is_the_default_of_a_model():

@@ -950,3 +950,16 @@ def test_a_crop_needs_the_whole_window_before_the_new_end():
     n = store.length - store.offset - 99  # the new end sees exactly what is there
     layer.crop(-n)
     assert store.length - store.offset == 99
+
+
+@torch.no_grad()
+def test_a_crop_that_a_layer_refuses_leaves_all_as_they_were():
+    "Also where layers that see everything come first, which could have forgotten."
+    kinds = ["full_attention", "sliding_attention"]
+    model = tiny("gemma3_text", head_dim=16, layer_types=kinds, max_position_embeddings=2048)
+    cache = TurboQuantCache(model)
+    model(torch.ones(1, 1200, dtype=torch.long), past_key_values=cache)
+    model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+    with refuses("a sliding layer keeps its window of 12"):
+        cache.crop(-700)
+    assert [x.length for x in cache.coded_layers] == [1201, 1201]

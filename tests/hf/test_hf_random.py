@@ -335,8 +335,8 @@ def test_rows_of_several_layers_that_are_broken_off(change):
     of = torch.tensor([1, 0])
     update = {
         "reorder": lambda c: c.reorder_cache(of),
-        "select": lambda c: c.layers[0].batch_select_indices(of),
-        "repeat": lambda c: c.layers[0].batch_repeat_interleave(2),
+        "select": lambda c: c.batch_select_indices(of),
+        "repeat": lambda c: c.batch_repeat_interleave(2),
     }[change]
     look = lambda c: [(x.starts, *x.store.read()) for x in c.layers]
     done = copy.deepcopy(cache)

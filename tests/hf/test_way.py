@@ -285,9 +285,12 @@ def test_a_default_in_pipelines_and_assisted_generation():
     default = turboquant_nb.enable(model, exact_recipe())
     assert torch.equal(model.generate(**inputs, **GREEDY), want)
     assert default.report["served"]["codes"] and default.report["tokens"] == 31
-    assert default.cache is None, "nothing is held between two calls"
+    kinds = {*map(type, vars(default).values())}
+    assert TurboQuantCache not in kinds, "nothing is held between two calls"
     got = model.generate(**inputs, **GREEDY, prompt_lookup_num_tokens=3)
     assert torch.equal(got, want) and on_report(default.report)
+    model.generate(**inputs, **GREEDY, assistant_early_exit=1)  # whose drafts are calls, too
+    assert default.report["layers"] == model.config.num_hidden_layers
     pipe = pipeline("text-generation", model=model, tokenizer=words(), device="cpu")
     default.report = None
     text = pipe("w3 w5 w7 w3 w5 w9", **GREEDY, return_tensors=True)[0]["generated_token_ids"]
@@ -303,7 +306,6 @@ def test_a_default_is_made_anew_and_its_errors_pass():
     first = turboquant_nb.enable(model, "k3v3", max_length=26)
     with refuses("max_length is 26"):
         model.generate(**inputs, **GREEDY)
-    assert first.cache is None
     second = turboquant_nb.enable(model, "k4v4")
     model.generate(**inputs, **GREEDY)
     assert second.report["tokens"] == 31 and first.report["tokens"] <= 26

@@ -477,6 +477,9 @@ class Budget:
         self.memory, self.recipes = checks.nbytes(memory, "memory"), ladder(floor)
         self.floor = [*FLOORS][len(self.recipes) - 1]
         self.full = checks.one_of(full, "full", ("error", "evict"))
+        if on_tier is not None and not callable(on_tier):
+            got = type(on_tier).__name__
+            raise TypeError(f"on_tier must be a function of (bits, tokens), got {got}")
         self.on_tier = on_tier
 
     def __deepcopy__(self, memo):

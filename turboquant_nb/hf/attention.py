@@ -137,14 +137,12 @@ def _window_of(mask_function):
         return 0
 
 
-def _mask_reason(cache, layer, n: int, mask_function, attention_mask) -> str:
+def _mask_reason(layer, n: int, mask_function, attention_mask) -> str:
     """Why a mask must be made for n tokens; empty if the ranges of the store say all of it.
     Changes nothing: the cache has heard the mask already."""
     if layer.by_device:  # nothing can be read; padding was learnt when the prompt came
         return "" if attention_mask is None else "an attention mask in a captured step"
     past = layer.held
-    if not layer.clock.fixed and any(x.held != past for x in cache.coded_layers):
-        raise ValueError("a forward pass was broken off: cache.recover() forgets its tokens")
     sliding_window, mine = _window_of(mask_function), layer.sliding_window
     if sliding_window == 0:
         return "a mask function of the model's own"
@@ -188,7 +186,7 @@ def mask_on_codes(
     cache = getattr(kv_length, "cache", None)
     if cache is None:
         return sdpa_mask(*args, **kwargs)
-    reason = _mask_reason(cache, kv_length.layer, q_length, mask_function, attention_mask)
+    reason = _mask_reason(kv_length.layer, q_length, mask_function, attention_mask)
     if not reason:
         return None
     for x in cache.coded_layers:

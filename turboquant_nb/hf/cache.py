@@ -503,7 +503,9 @@ class TurboQuantCache(Cache):
         "Length and first position of the keys that the next update of a layer returns."
         if torch.compiler.is_compiling() and not self.static:
             return eagerly(self.get_mask_sizes, query_length, layer_idx)
-        if self.budget and self.coded_layers[0].is_initialized:
+        within = self.running is not None and self.running.on_codes is not None
+        if self.budget and self.coded_layers[0].is_initialized and not within:
+            self.check_whole()
             self.make_room(query_length)  # a mask is of the tokens that stay
         length, first = super().get_mask_sizes(query_length, layer_idx)
         if torch.compiler.is_compiling():
@@ -580,6 +582,8 @@ class TurboQuantCache(Cache):
                     "static=True"
                 )
         else:
+            if now.hooked and not self.static:
+                self.check_whole()
             self.runner.attach()
             _check_reading(self.info)
             if not self.static:
@@ -648,6 +652,13 @@ class TurboQuantCache(Cache):
             raise ValueError(
                 "this cache is in a forward pass of another thread, and serves one at a time: "
                 "make a cache for each; cache.recover() frees one whose pass was broken off"
+            )
+
+    def check_whole(self) -> None:
+        "Raise ValueError where only some layers have taken the tokens of a pass."
+        if len({x.length for x in self.coded_layers}) > 1:
+            raise ValueError(
+                "a forward pass was broken off: cache.recover() forgets its tokens"
             )
 
     def take(
@@ -788,7 +799,7 @@ import operator
 from fastcore.basics import patch
 
 from .. import checks
-from ..cache.store import crop_together, rearrange
+from ..cache.store import crop_together, length_without, rearrange
 from .layer import MARGIN
 
 # %% ../../nbs/reference/hf_cache.ipynb #bef88f44
@@ -808,11 +819,18 @@ def crop(self: TurboQuantLayer, tokens_to_remove: int) -> None:
     self.make_growing()
     if not self.drafting:
         self.patience = 8  # of a cache that is cropped again and again no graph is worth it
+    self.check_crop(n)
+    self.tail = self.store.crop(n, self.tail)
+
+
+@patch
+def check_crop(self: TurboQuantLayer, n: int) -> None:
+    "Raise ValueError where the last n tokens, or those that are seen without them, are freed."
     oldest = self.store.length - n - (self.sliding_window or 0) + 1  # that must be visible then
     if self.is_sliding and oldest < self.store.freed and self.store.freed:
         kept = f"its window of {self.sliding_window} and {MARGIN} tokens more"
         raise ValueError(f"cannot crop {n} tokens: a sliding layer keeps {kept}")
-    self.tail = self.store.crop(n, self.tail)
+    length_without(self.store, n)
 
 
 def _crop_drafts(cache: TurboQuantCache, tokens: int) -> bool:
@@ -838,6 +856,9 @@ def _crop_layers(self: TurboQuantCache, tokens_to_remove: int) -> None:
     "Forget the last tokens in all layers; see `TurboQuantLayer.crop`."
     tokens_to_remove = operator.index(tokens_to_remove)  # of drafts: a tensor on the device
     if tokens_to_remove >= 0 or not _crop_drafts(self, -tokens_to_remove):
+        for x in self.coded_layers if tokens_to_remove < 0 else ():
+            if x.is_initialized:  # all of them, before one has changed
+                x.check_crop(-tokens_to_remove)
         super(TurboQuantCache, self).crop(tokens_to_remove)
     if self.budget:
         self.budget.note(self.stands())
@@ -879,8 +900,9 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
     """Row i becomes old row order[i], in range; index says the same on a device. None: all rows
     have the same padding, and the host need not know."""
     if self.is_initialized:
-        if self.tiers:  # rows that change in each step would be captured in each
+        if self.tiers or len(index) != self.store.batch:
             self.make_growing()
+        if self.tiers:  # rows that change in each step would be captured in each
             self.patience = 8
         rows = index.to(self.store.device)
         starts = tuple(self.starts[i] for i in order or [0] * len(index))
@@ -891,24 +913,14 @@ def take_rows(self: TurboQuantLayer, index: Tensor, order: list | None) -> None:
         rearrange(self.store, lambda x: x[rows], len(index), then)
 
 
-@patch
-def batch_select_indices(self: TurboQuantLayer, indices: Tensor) -> None:
-    "Keep the rows `indices`, or those that a bool mask says."
+def _reorder_layer(self: TurboQuantLayer, beam_idx: Tensor) -> None:
+    "Row i becomes old row beam_idx[i]."
     if self.is_initialized:
-        self.make_growing()
-        rows = self.store.picked(indices)
+        rows = self.store.picked(beam_idx)
         TurboQuantLayer.take_rows(self, rows, rows.tolist())
 
 
-@patch
-def batch_repeat_interleave(self: TurboQuantLayer, repeats: int) -> None:
-    "Repeat every row, neighbours together."
-    if self.is_initialized:
-        repeats = checks.whole(repeats, "times", 1)
-        self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
-
-
-TurboQuantLayer.reorder_cache = TurboQuantLayer.batch_select_indices
+TurboQuantLayer.reorder_cache = _reorder_layer
 
 
 def _check_rows(beam_idx, batch: list) -> None:
@@ -928,16 +940,6 @@ def make_rows(self: TurboQuantCache, rows: int) -> None:
     "Make room for so many rows under a budget. Raises as `make_room`."
     if self.budget and self.coded_layers[0].is_initialized:
         self.make_room(0, rows)
-
-
-def _repeat_rows(self: TurboQuantCache, repeats: int) -> None:
-    "Repeat every row in all layers, neighbours together."
-    if self.coded_layers[0].is_initialized:
-        self.make_rows(self.coded_layers[0].store.batch * checks.whole(repeats, "times", 1))
-    super(TurboQuantCache, self).batch_repeat_interleave(repeats)
-
-
-TurboQuantCache.batch_repeat_interleave = _repeat_rows
 
 
 @patch
@@ -971,6 +973,23 @@ def reorder_cache(
             self.reset()
             raise
         raise
+
+
+def _select_rows(self: TurboQuantCache, indices: Tensor) -> None:
+    "Keep the rows `indices`, or those that a bool mask says; broken off as `reorder_cache`."
+    if self.coded_layers[0].is_initialized:
+        self.reorder_cache(self.coded_layers[0].store.picked(indices))
+
+
+def _repeat_rows(self: TurboQuantCache, repeats: int) -> None:
+    "Repeat every row in all layers, neighbours together; broken off as `reorder_cache`."
+    if self.coded_layers[0].is_initialized:
+        rows = torch.arange(self.coded_layers[0].store.batch)
+        self.reorder_cache(rows.repeat_interleave(checks.whole(repeats, "times", 1)))
+
+
+TurboQuantCache.batch_select_indices = _select_rows
+TurboQuantCache.batch_repeat_interleave = _repeat_rows
 
 # %% ../../nbs/reference/hf_cache.ipynb #63b10001
 @patch
@@ -1020,6 +1039,10 @@ def make_room(
     layers, budget = self.coded_layers, self.budget
     if all(x.is_initialized and x.store.fits(n) and batch <= x.store.batch for x in layers):
         return  # its bytes were planned before
+    kind = layers[0].store.device.type if layers[0].is_initialized else "meta"
+    if kind != "meta" and torch.is_autocast_enabled(kind):  # which is for the model
+        with torch.autocast(kind, enabled=False):
+            return self.make_room(n, batch, dtype)
     plan = budget.plan(self.stands(batch, dtype), n)
     self.runner.forget()
     for table in self.reader.tables.values():  # before anything else is held twice
@@ -1033,7 +1056,7 @@ def make_room(
             store.settle(stand.ends, names=layer.names)
             if store.capacity > room(stand.exact + stand.ahead):
                 store.make_room(stand.exact)
-    for layer in layers if layers[0].is_initialized else ():  # only now what grows
+    for layer in filter(lambda x: x.is_initialized, layers):  # only now what grows
         layer.store.make_room(layer.stand.exact)
         _give_back(layer.store.device)
     budget.note(plan)
@@ -1101,7 +1124,7 @@ class Default:
         **settings,
     ):
         self.model, self.settings = weakref.ref(model), dict(recipe=recipe, **settings)
-        self.cache, self.report = None, None  # of the call that runs; of the last one
+        self.report = None  # of the call that ended last
         self.__signature__ = inspect.signature(model.generate)
         self.__name__, self.__doc__ = "generate", model.generate.__doc__
         self.made()
@@ -1125,18 +1148,18 @@ class Default:
         cached = given.get("past_key_values") is not None or asked("cache_implementation")
         if cached or asked("use_cache") is False:
             return {}
-        self.cache = self.made()
-        return dict(past_key_values=self.cache, use_cache=True, cache_implementation=None)
+        return dict(past_key_values=self.made(), use_cache=True, cache_implementation=None)
 
     def __call__(self, *args, **kwargs):
-        "The model's `generate`; then what its cache held is noted, and let go."
+        """The model's `generate`; then what its cache held is noted, and let go. Calls within
+        it, of drafts by its first layers, and other threads' have caches of their own."""
         model, given = self.model(), self.__signature__.bind_partial(*args, **kwargs).arguments
-        given = given | given.pop("kwargs", {})
+        more = self.add(given | given.pop("kwargs", {}))
         try:
-            return type(model).generate(model, *args, **kwargs | self.add(given))
+            return type(model).generate(model, *args, **kwargs | more)
         finally:
-            if self.cache is not None:
-                self.report, self.cache = self.cache.report(), None
+            if more:
+                self.report = more["past_key_values"].report()
 
     def __reduce__(self):
         return getattr, (self.model(), "generate")  # its class's: nothing is in it yet

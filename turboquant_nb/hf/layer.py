@@ -213,6 +213,11 @@ class TurboQuantLayer(CacheLayerMixin):
                 rope["inv_freq"] = torch.tensor(self.inv_freq, dtype=torch.float32)
         how, rope["frame"] = (b, h, dk, dv, *kind), self.frame
         if self.tiers:
+            counted = self.info.heads, self.info.key_size, self.info.value_size
+            if (h, dk, dv) != counted:
+                said = f"(heads, key size, value size) = {counted} by the config"
+                got = f"states have {h, dk, dv}"
+                raise ValueError(f"memory= counts {said} in layer {self.index}, {got}")
             code = partial(_code_block, self.backend, self.coded)
             self.store = TieredStore(self.tiers, *how, **rope, code=code)
         else:
@@ -419,8 +424,3 @@ class MixedLayer(TurboQuantLayer, LinearAttentionLayer):
         "Row i becomes old row order[i], see `TurboQuantLayer.take_rows`."
         LinearAttentionLayer.reorder_cache(self, index)
         TurboQuantLayer.take_rows(self, index, order)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        "Keep the rows `indices`, or those that a bool mask says."
-        rows = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
-        self.reorder_cache(rows)

@@ -58,16 +58,18 @@ def _usual_layers(config) -> list:
         mine = config.per_layer_config[i] if several else config
         own = lambda name, mine=mine: getattr(mine, name, None)
         slides = "sliding" in kind
-        latent = lambda name, s=slides, own=own: (s and own(f"swa_{name}")) or own(name)
+        by_kind = lambda name, s=slides, own=own: (s and own(f"swa_{name}")) or own(name)
         full = kind == "full_attention"
-        heads = mine.num_attention_heads
+        heads = by_kind("num_attention_heads")
         if 0 in (heads, own("num_key_value_heads")):
             got = f"got {heads} and {own('num_key_value_heads')}"
             raise ValueError(f"{config.model_type} must have attention and KV heads, {got}")
-        size = (
-            (full and own("global_head_dim")) or own("head_dim") or own("hidden_size") // heads
-        )
-        kv_heads = (full and own("num_global_key_value_heads")) or own("num_key_value_heads")
+        size = (full and own("global_head_dim")) or by_kind("head_dim")
+        size = size or own("hidden_size") // heads
+        kv_heads = full and own("num_global_key_value_heads")
+        if own("multi_query") and not own("new_decoder_architecture"):  # Falcon's
+            kv_heads = 1
+        kv_heads = kv_heads or by_kind("num_key_value_heads")
         same = [j for j in range(firsts) if kinds[j] == kind]
         layers.append(
             LayerInfo(
@@ -81,8 +83,8 @@ def _usual_layers(config) -> list:
                 sliding_window=own("sliding_window") if slides or not kind else None,
                 softcap=own("attn_logit_softcapping"),
                 sink_logit=config.model_type in ("gpt_oss",),
-                latent=latent("kv_lora_rank"),
-                beside=latent("qk_rope_head_dim"),
+                latent=by_kind("kv_lora_rank"),
+                beside=by_kind("qk_rope_head_dim"),
                 shared_with=same[-1] if i >= firsts and same else None,
                 sized_by=next((name for name in unlike if own(name)), ""),
             )
