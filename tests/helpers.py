@@ -16,6 +16,7 @@ from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.budget import TieredStore, ladder
 from turboquant_nb.cache.pages import Recent
 from turboquant_nb.cache.store import KVStore
+from turboquant_nb.kernels import decode_mma, launch
 from turboquant_nb.quant.calibration import Calibration, LayerFrame
 from turboquant_nb.quant.quantizer import Spec
 from turboquant_nb.quant.recipe import Recipe
@@ -26,6 +27,19 @@ SLOW = bool(
     os.environ.get("TURBOQUANT_SLOW")
 )  # everything; without it the widest matrices are truncated (CONTRIBUTING.md says which)
 
+ROOT = Path(__file__).parents[1]
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+needs_triton = pytest.mark.skipif(
+    not CUDA and not launch.is_interpreted(), reason="needs Triton"
+)
+needs_gluon = pytest.mark.skipif(
+    decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2"
+)
+interpreted = pytest.mark.skipif(
+    CUDA or not launch.is_interpreted(), reason="Triton's interpreter, where there is no GPU"
+)
 ONE_THREAD = pytest.mark.usefixtures("one_thread")
 QUIETLY = [ONE_THREAD, pytest.mark.filterwarnings("ignore")]
 
@@ -40,6 +54,17 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def cells(name, kind=None):
+    "Cells of the notebook of this name, all or of a kind."
+    (path,) = (ROOT / "nbs").rglob(f"{name}.ipynb")
+    found = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [c for c in found if kind in (None, c["cell_type"])]
+
+
+def source(cell):
+    return "".join(cell["source"])
+
+
 def covering_pairs(one, other):
     """Every pair of two lists where TURBOQUANT_SLOW is set; else each of the longer one once,
     with the others in turn."""
@@ -50,17 +75,14 @@ def covering_pairs(one, other):
     ]
 
 
-def ahead_of_time(*cases, script=None):
-    """Rows of what kernels need that are compiled for a GPU: by a script of tests/kernels, or
-    by the goldens' module. A process of its own, since the interpreter excludes the
+def ahead_of_time(*cases, of="", by="golden.kernels"):
+    """Rows of what kernels need that are compiled for a GPU: names, or cases of a part of the
+    package, by a module of tests. A process of its own, since the interpreter excludes the
     compiler."""
-    kernels = Path(__file__).parent / "kernels"
-    command = ["-m", "tests.golden.kernels"] if script is None else [str(kernels / script)]
-    texts = (x if isinstance(x, str) else json.dumps(x) for x in cases)
+    texts = (x if isinstance(x, str) else f"{of} {json.dumps(x)}".strip() for x in cases)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, *command, *texts], capture_output=True, text=True, env=env
-    )
+    command = [sys.executable, "-m", f"tests.{by}", *texts]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -342,6 +364,15 @@ LATENT = dict(  # multi-head latent attention
     v_head_dim=6,
     num_key_value_heads=4,
 )
+SLIDES = dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"])
+SHARING = dict(  # the last layers read the keys of others
+    num_hidden_layers=4,
+    num_kv_shared_layers=2,
+    sliding_window=8,
+    layer_types=SLIDES["layer_types"] * 2,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=VOCAB,
+)
 FAMILIES = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", dict(sliding_window=12)),
@@ -349,14 +380,12 @@ FAMILIES = {
     "qwen3": ("Qwen3", {}),
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma2", dict(sliding_window=12, query_pre_attn_scalar=8)),
-    "gemma3_text": (
-        "Gemma3",
-        dict(
-            sliding_window=12,
-            query_pre_attn_scalar=8,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
+    "gemma3_text": ("Gemma3Text", dict(SLIDES, query_pre_attn_scalar=8)),
+    "gemma3n_text": (
+        "Gemma3nText",
+        dict(SHARING, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4),
     ),
+    "gemma4_text": ("Gemma4Text", dict(SHARING, global_head_dim=16)),
     "gpt2": ("GPT2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)),
     "gpt_neox": ("GPTNeoX", dict(rotary_pct=0.5)),
     "opt": ("OPT", dict(ffn_dim=48, word_embed_proj_dim=32)),
@@ -365,15 +394,8 @@ FAMILIES = {
         dict(new_decoder_architecture=True, num_kv_heads=2, alibi=False, head_dim=DROP),
     ),
     "stablelm": ("StableLm", {}),
-    "cohere": ("Cohere", {}),
-    "cohere2": (
-        "Cohere2",
-        dict(sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
-    ),
-    "gpt_oss": (
-        "GptOss",
-        dict(MOE, sliding_window=12, layer_types=["sliding_attention", "full_attention"]),
-    ),
+    "cohere2": ("Cohere2", SLIDES),
+    "gpt_oss": ("GptOss", dict(MOE, **SLIDES)),
     "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0])),
     "mixtral": ("Mixtral", dict(MOE, sliding_window=None)),
     "phi": ("Phi", {}),
@@ -422,9 +444,8 @@ def tiny(name="llama", seed=0, **changes):
         import transformers
 
         prefix, extra = FAMILIES.get(name, (name, {}))
-        config = getattr(
-            transformers, prefix + ("TextConfig" if name == "gemma3_text" else "Config")
-        )(**{k: x for k, x in {**BASE, **extra, **changes}.items() if x != DROP})
+        settings = {k: x for k, x in {**BASE, **extra, **changes}.items() if x != DROP}
+        config = getattr(transformers, prefix + "Config")(**settings)
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager"
@@ -442,6 +463,21 @@ def tiny(name="llama", seed=0, **changes):
     )
     model.set_attn_implementation("sdpa" if fused(model) else "eager")
     return model
+
+
+HEADS, GROUP = 1, 2  # KV heads, and query heads of each
+
+
+def sliding_config(window, *kinds):
+    "A configuration of so many layers of one head of 16 channels, without a model."
+    from transformers import Gemma3TextConfig
+
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "head_dim")
+    heads = dict(num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS)
+    of_layers = dict(num_hidden_layers=len(kinds), layer_types=[*kinds], sliding_window=window)
+    config = Gemma3TextConfig(**dict.fromkeys(sizes, 16), **heads, **of_layers)
+    config._attn_implementation = "sdpa"
+    return config
 
 
 def versions(model):
@@ -630,7 +666,6 @@ def attended_store(
 ):
     """A query, a store with T tokens, and the last m of them exact. `tiers`: where those of 2,
     3 and 4 bits end, and the others lie as they came."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     g = seeded(1)
     rand = lambda *s: torch.randn(*s, generator=g)
     dv = dv or d
@@ -655,7 +690,7 @@ def attended_store(
     k, v = rand(B, H, T, d) + 2 * rand(1, H, 1, d), rand(B, H, T, dv) + rand(1, H, 1, dv)
     mean = k.mean((0, 2))
     more |= dict(inv_freq=inv_freq, frame=LayerFrame(mean, mean))
-    how = (B, H, d, dv, dtype, device)
+    how = (B, H, d, dv, dtype, DEVICE)
     store = TieredStore if tiers else KVStore
     store = store(ladder(top=recipe) if tiers else recipe, *how, tile=tile, **more)
     if start is not None:
@@ -664,7 +699,7 @@ def attended_store(
     if big:
         v[:, :, T // 2] *= 1000
         q[..., 0] *= 1000
-    q, k, v = (x.to(device, dtype) for x in (q, k, v))
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
     store.append(k[:, :, :-n], v[:, :, :-n])
     store.append(k[:, :, -n:], v[:, :, -n:])
     if tiers:

@@ -6,10 +6,9 @@ import random
 import pytest
 import torch
 
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb import KVStore, Recipe
 from turboquant_nb.cache.attention import attend, dense_attention
 from turboquant_nb.quant.quantizer import decode
-from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 from tests.cache.test_store import random_recipe
 from tests.helpers import ONE_THREAD, random_frame, refuses, seeded

@@ -1,7 +1,6 @@
 """Every update of a store leaves it as before or as after, whatever is raised in it: an error
 is raised at lines of the package that an update runs, one at a time."""
 
-import os
 import random
 import sys
 from copy import deepcopy
@@ -11,18 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
 import turboquant_nb
-from turboquant_nb.cache.store import KVStore, crop_together, make_room, tail_with
+from turboquant_nb import KVStore, Recipe, Spec
+from turboquant_nb.cache.store import crop_together, make_room, tail_with
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.clock import AppendOperands, _append_by_position
 from turboquant_nb.cache.budget import TieredStore, ladder
-from turboquant_nb.kernels import decode, encode as kernel, ops
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
-from tests.helpers import ONE_THREAD, SLOW, random_frame, refuses, seeded
+from turboquant_nb.kernels import encode as kernel, ops
+from tests.helpers import DEVICE, ONE_THREAD, SLOW, needs_triton, random_frame, refuses, seeded
 
 pytestmark = ONE_THREAD
 PACKAGE = str(Path(turboquant_nb.__file__).parent)
@@ -255,18 +250,17 @@ def test_an_update_is_before_or_after(name):
     assert break_off(name, *UPDATES[name]) > 5
 
 
-@pytest.mark.skipif(decode.triton.language is None, reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("static", (False, True))
 def test_a_launched_append_is_before_or_after(static):
     "The kernel writes codes, ring and, where the device counts, the length."
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     key = Spec(3, center="fixed", pair_scale="frame")
     recipe, frame = Recipe(key, Spec(4), sinks=2, recent=5), random_frame(1, 16)
-    new = lambda n: (x[:1, :1].to(device) for x in states(n, d=16))
+    new = lambda n: (x[:1, :1].to(DEVICE) for x in states(n, d=16))
 
     def make():
         more = dict(static=True, max_length=80) if static else {}
-        one = KVStore(recipe, 1, 1, 16, device=device, tile=64, frame=frame, **more)
+        one = KVStore(recipe, 1, 1, 16, device=DEVICE, tile=64, frame=frame, **more)
         one.append(*new(20))
         return one
 

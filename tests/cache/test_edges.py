@@ -8,9 +8,8 @@ import torch
 from turboquant_nb.cache.attention import attend
 from turboquant_nb.cache.budget import TieredStore, coarser, ladder
 from turboquant_nb.cache.disk import state_of
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.store import KVStore, expected_nbytes, tail_with
+from turboquant_nb import KVStore, Recipe, Spec
+from turboquant_nb.cache.store import expected_nbytes, tail_with
 from turboquant_nb.testing import same
 from tests.helpers import ONE_THREAD, random_frame, recording, refuses, seeded
 

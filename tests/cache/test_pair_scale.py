@@ -9,11 +9,9 @@ import torch
 
 from turboquant_nb.cache.attention import dense_attention
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb import KVStore, Recipe, Spec
 from turboquant_nb.kernels import launch, ops
 from turboquant_nb.quant.calibration import LayerFrame
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.testing import same
 from turboquant_nb.theory.rope import apply_rope
 from turboquant_nb.theory.transforms import pair_scales

@@ -6,10 +6,9 @@ import hashlib
 import pytest
 import torch
 
-from turboquant_nb.cache.store import KVStore, tail_with
+from turboquant_nb import KVStore, Recipe, Spec
+from turboquant_nb.cache.store import tail_with
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 from tests.helpers import random_frame, refuses, seeded
 
 B, H, D, TILE = 2, 2, 8, 8

@@ -15,9 +15,7 @@ from turboquant_nb.calibration.sensitivity import measure_sensitivity
 from turboquant_nb.quant.calibration import allocate_layers, save_calibration
 from turboquant_nb.evaluation.candidates import as_candidate
 from turboquant_nb.evaluation.score import score
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb import Recipe, Spec, TurboQuantCache
 from turboquant_nb.testing import same
 
 pytestmark = QUIETLY

@@ -9,7 +9,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import (
-    BASE,
     QUIETLY,
     generate,
     logits,
@@ -23,15 +22,21 @@ from tests.helpers import (
     three,
     tiny,
 )
+from tests.hf.test_hf_vision import made as with_eyes
 from turboquant_nb.calibration import fit as C
 from turboquant_nb.theory import transforms as M
-from turboquant_nb.calibration.fit import calibrate, collect
-from turboquant_nb.hf.frame import find_frame
-from turboquant_nb.quant.calibration import load_calibration, save_calibration
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe, as_recipe
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb import (
+    KVStore,
+    Recipe,
+    Spec,
+    TurboQuantCache,
+    calibrate,
+    find_frame,
+    load_calibration,
+)
+from turboquant_nb.calibration.fit import collect
+from turboquant_nb.quant.calibration import save_calibration
+from turboquant_nb.quant.recipe import as_recipe
 from turboquant_nb.cache import memory
 from turboquant_nb.cache.disk import state_of, store_of
 from turboquant_nb.files import read_file, write_file
@@ -109,22 +114,7 @@ def test_an_error_in_the_middle_leaves_the_model_as_it_was(where):
 
 
 def test_a_model_with_eyes_keeps_the_attention_of_each_part():
-    text = {k: x for k, x in BASE.items()} | dict(
-        sliding_window=12,
-        layer_types=["sliding_attention", "full_attention"],
-        model_type="gemma3_text",
-    )
-    eyes = dict(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-    )
-    model = transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(text_config=text, vision_config=eyes, mm_tokens_per_image=4)
-    ).eval()
+    model = copy.deepcopy(with_eyes("Gemma3")).float()
     model.set_attn_implementation({"vision_config": "eager", "text_config": "sdpa"})
     named = lambda: [
         c._attn_implementation

@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turboquant_nb import cli
+from turboquant_nb import Recipe, TurboQuantCache, cli, preset
 from turboquant_nb.cache.disk import state_of
 from turboquant_nb.cli import demo as demos
 from turboquant_nb.cli.generate import common_prefix
 from turboquant_nb.evaluation.models import load_model, sample_text
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.recipe import Recipe, preset
 from tests.helpers import ONE_THREAD, refuses
 
 

@@ -5,9 +5,8 @@ import os
 
 import pytest
 
-from turboquant_nb import cli, results
+from turboquant_nb import cli, preset, results
 from turboquant_nb.evaluation import candidates
-from turboquant_nb.quant.recipe import preset
 from tests.helpers import ONE_THREAD
 
 from .test_output import SHORT

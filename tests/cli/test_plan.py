@@ -17,9 +17,7 @@ from transformers import (
 from turboquant_nb.cli import plan
 from turboquant_nb.cache.packing import TILE
 from turboquant_nb.hf.layer import MARGIN
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb import Recipe, Spec, TurboQuantCache
 from tests.helpers import ONE_THREAD
 
 from .conftest import SIZE, refused

@@ -12,9 +12,8 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig, Qwen3NextConfig
 
 from turboquant_nb.cli import serve
-from turboquant_nb.quant.calibration import load_calibration
+from turboquant_nb import load_calibration, preset
 from turboquant_nb.quant.layers import LayerInfo
-from turboquant_nb.quant.recipe import preset
 from turboquant_nb.vllm.step import ServingConfig
 from tests.helpers import ONE_THREAD, refuses
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 pytest.importorskip("transformers")
 from transformers import EsmConfig, EsmForMaskedLM
 
-from turboquant_nb import esm as M
+from turboquant_nb import Recipe, Spec, esm as M
 from turboquant_nb.esm import codes
 from turboquant_nb.esm import (
     EOS,
@@ -45,8 +45,6 @@ from turboquant_nb.esm.checkpoints import batches
 from turboquant_nb.esm.model import frame_proteins
 from turboquant_nb.esm.mutations import MaskedRows, sampled
 from turboquant_nb.hf.graphs import Tape
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.esm.transform import RECIPES, SideSpec
 from tests.helpers import refuses, seeded
 

@@ -30,9 +30,8 @@ from turboquant_nb.evaluation.score import (
     text_windows,
 )
 from turboquant_nb.hf.hooks import AttentionCall
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.store import KVStore, tables_of
+from turboquant_nb import KVStore, Recipe, Spec
+from turboquant_nb.cache.store import tables_of
 from tests.helpers import ONE_THREAD, refuses, seeded
 
 pytestmark = ONE_THREAD

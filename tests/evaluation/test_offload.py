@@ -11,21 +11,9 @@ from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.graphs import Tape
 from tests.helpers import refuses
 
-from ..cli.conftest import save
+from ..cli.conftest import SIZE, save
 
-SHAPE = dict(
-    vocab_size=400,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    initializer_range=0.1,
-    bos_token_id=0,
-    eos_token_id=1,
-    max_position_embeddings=512,
-)
+SHAPE = SIZE | dict(num_hidden_layers=4, max_position_embeddings=512)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -52,6 +52,8 @@ RECIPES = {name: name for name in PRESETS} | {
     "fractions": Recipe(key=Spec(2.5), value=Spec(3.25)),
     "QJL": Recipe(key=Spec(3), value=Spec(3), residual="prod"),
     "sinks": Recipe(key=Spec(3), value=Spec(3), sinks=4, recent=8),
+    "unbiased": Recipe(Spec(3, "haar", scale="unbiased"), Spec(4, codebook="uniform")),
+    "turning mean": Recipe(Spec(3, center="pre_rope"), Spec(2.5)),
 }
 
 

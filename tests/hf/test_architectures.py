@@ -4,19 +4,17 @@ tokens of transformers' own cache where every token is held exactly."""
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 transformers = pytest.importorskip("transformers")
 
 from eval import architectures
-from tests.helpers import QUIETLY, given_frame, refuses
-from turboquant_nb import results
-from turboquant_nb.hf import TurboQuantCache
+from tests.helpers import QUIETLY, ROOT, given_frame, refuses
+from turboquant_nb import TurboQuantCache, results
 
 pytestmark = QUIETLY
-FILE = Path(__file__).parents[2] / "results" / "architectures" / "cpu.json"
+FILE = ROOT / "results" / "architectures" / "cpu.json"
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.helpers import QUIETLY, Largest, generate, given_frame, prompt, refuses, seeded, tiny
-from turboquant_nb import files
+from turboquant_nb import Recipe, Spec, TurboQuantCache, files
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.hf.archive import FORMAT, read_states
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 
 SMALL = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
 CONFIG = tiny(**SMALL).config

@@ -10,13 +10,19 @@ import pytest
 import torch
 
 from tests.helpers import (
+    DEVICE,
+    GROUP,
+    HEADS,
     QUIETLY,
     SLOW,
+    covering_pairs,
     given_frame,
+    needs_triton,
     prompt,
     random_frame,
     refuses,
     seeded,
+    sliding_config,
     tiny,
 )
 
@@ -29,7 +35,6 @@ from turboquant_nb.hf import TurboQuantCache, enable, disable, turboquant_attent
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.kernels import ops
 
-CUDA = torch.cuda.is_available()
 pytestmark = QUIETLY
 STANDS = (0, 256, 512, 768, 800)
 # queries, window, where tiers end
@@ -37,24 +42,8 @@ KERNEL_CALLS = [(1, None, STANDS), (1, 600, STANDS), (1, 20, STANDS), (40, None,
 KERNEL_CALLS += [(5, None, STANDS), (40, 300, STANDS), (40, None, (0, 256, 512, 784, 800))]
 # bytes that let tokens of 2,401 pass through all tiers, and some be forgotten
 TOLD = {"llama": 440_000, "qwen3": 450_000, "gemma3_text": 560_000, "cohere2": 320_000}
-HEADS, GROUP, D, WINDOW, LAYERS = 1, 2, 16, 40, 4
+D, WINDOW, LAYERS = 16, 40, 4
 SLIDES = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
-
-
-def config(kinds=SLIDES):
-    c = transformers.Gemma3TextConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=len(kinds),
-        num_attention_heads=HEADS * GROUP,
-        num_key_value_heads=HEADS,
-        head_dim=D,
-        sliding_window=WINDOW,
-        layer_types=kinds,
-    )
-    c._attn_implementation = "sdpa"
-    return c
 
 
 def held(cache) -> int:
@@ -74,7 +63,11 @@ class Run:
     "A cache under a budget, and what came to it."
 
     def __init__(self, rng, memory, **how):
-        self.config, self.rng, self.g = config(), rng, seeded(rng.randrange(10**6))
+        self.config, self.rng, self.g = (
+            sliding_config(WINDOW, *SLIDES),
+            rng,
+            seeded(rng.randrange(10**6)),
+        )
         frame, how = given_frame(self.config), dict(attention="codes") | how
         self.cache = TurboQuantCache(self.config, frame=frame, memory=memory, **how)
         self.batch, self.raw = rng.randint(1, 2), None
@@ -199,8 +192,10 @@ def test_no_byte_more_than_the_budget(seed):
         run.check()
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2", "gemma3_text", "gpt_oss"))
-@pytest.mark.parametrize("attention", ("sdpa", "eager"))
+@pytest.mark.parametrize(
+    "name, attention",
+    covering_pairs(("llama", "qwen2", "gemma3_text", "gpt_oss"), ("sdpa", "eager")),
+)
 def test_before_the_first_move_it_is_transformers_own(name, attention):
     "Bit for bit, padding and beams included. The mutant's budget lets tokens move."
     model = tiny(name, head_dim=16, max_position_embeddings=1024)
@@ -502,13 +497,13 @@ def test_it_is_the_default_of_a_model():
     assert default.report["budget"]["floor"] == "k3v3" and default.report["coded"]
 
 
-@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("n, window, ends", KERNEL_CALLS)
 def test_kernels_read_every_store(n, window, ends, monkeypatch):
     """One query by the kernel of each store's codes and torch's attention to what is exact,
     long chunks and windows block by block over all: as dense attention to what is read. The
     mutant reads what came, all of it."""
-    kind = dict(dtype=torch.float32, device="cuda" if CUDA else "cpu")
+    kind = dict(dtype=torch.float32, device=DEVICE)
     code = partial(ops.append, backend="triton", wait=None)
     coder = lambda store, k, v, names: code(store, k, v, names=names)
     store = TieredStore(ladder(), 2, 1, 32, **kind, frame=random_frame(1, 32), code=coder)

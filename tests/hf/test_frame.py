@@ -14,7 +14,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import (
-    BASE,
     DROP,
     QUIETLY,
     VOCAB,
@@ -29,17 +28,10 @@ from tests.helpers import (
 from tests.hf.test_hf import SHARERS
 from tests.hf.test_hf_vision import made as with_eyes
 from turboquant_nb.files import write_file
-from turboquant_nb.hf import TurboQuantCache, enable
+from turboquant_nb import Recipe, Spec, TurboQuantCache, enable, find_frame, load_calibration
 from turboquant_nb.hf import frame as F
-from turboquant_nb.hf.frame import DRAWN, TEXT, find_frame, frame_of
-from turboquant_nb.quant.calibration import (
-    Calibration,
-    LayerFrame,
-    load_calibration,
-    save_calibration,
-)
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb.hf.frame import DRAWN, TEXT, frame_of
+from turboquant_nb.quant.calibration import Calibration, LayerFrame, save_calibration
 from turboquant_nb.theory.rope import apply_rope
 from turboquant_nb.theory.transforms import pair_scales
 
@@ -444,14 +436,7 @@ def test_sliding_and_full_layers_turn_by_frequencies_of_their_own():
 
 @pytest.mark.parametrize("name", SHARERS)
 def test_keys_that_several_layers_read_are_scaled_for_all_of_their_queries(name):
-    torch.manual_seed(0)
-    kind = getattr(transformers, name + "Config")(**BASE | SHARERS[name])
-    model = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation="sdpa")
-    model = model.eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(0, 0.3, generator=seeded(p.numel()))
+    model = fresh(name)
     frame = find_frame(model)
     assert len(frame.frames) == 2 and all(x.pair is not None for x in frame.frames)
     with torch.no_grad():  # the last layer reads the keys of the second

@@ -12,13 +12,12 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 from transformers import DynamicCache
 
-from turboquant_nb.hf import TurboQuantCache, attention, enable
+from turboquant_nb import Recipe, Spec, TurboQuantCache, enable, preset
+from turboquant_nb.hf import attention
 from turboquant_nb.hf.cache import _check_chains
 from turboquant_nb.hf.model_info import ModelInfo, weights_of
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.cpu import Library
-from turboquant_nb.quant.recipe import Recipe, preset
-from turboquant_nb.quant.quantizer import Spec
 from tests.helpers import QUIETLY, given_frame, prompt, refuses, tiny
 
 pytestmark = QUIETLY

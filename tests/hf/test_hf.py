@@ -21,11 +21,11 @@ from turboquant_nb.theory import centre
 from turboquant_nb.theory.rope import apply_rope
 from tests.helpers import (
     BASE,
+    FAMILIES,
     HYBRID,
     MODES,
     QUIETLY,
     SLIDING,
-    VOCAB,
     Calls,
     cache_for,
     covering_pairs,
@@ -324,20 +324,7 @@ def test_multi_axis_rope_takes_the_mean_after_it(name):
         TurboQuantCache(config, PRE_ROPE)
 
 
-SHARING = dict(
-    num_hidden_layers=4,
-    num_kv_shared_layers=2,
-    sliding_window=8,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-    hidden_size_per_layer_input=4,
-    vocab_size_per_layer_input=VOCAB,
-)
-SHARERS = {
-    "Gemma3nText": dict(
-        SHARING, laurel_rank=4, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4
-    ),
-    "Gemma4Text": dict(SHARING, global_head_dim=16),
-}
+SHARERS = "gemma3n_text", "gemma4_text"
 
 
 @pytest.mark.parametrize("name", SHARERS)
@@ -346,21 +333,9 @@ def test_layers_that_take_anothers_keys(name):
     tensor at a time, and presets were refused with torch's error. Gemma 4 brings only the last
     queries to layers that take another's keys: they were taken for the first ones (of a sliding
     window silently)."""
-    if not hasattr(transformers, name + "Config"):
+    if not hasattr(transformers, FAMILIES[name][0] + "Config"):
         pytest.skip("not in this transformers")
-    torch.manual_seed(0)
-    model = (
-        transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, name + "Config")(**BASE | SHARERS[name]),
-            attn_implementation="sdpa",
-        )
-        .eval()
-        .double()
-    )
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(0, 0.3, generator=seeded(p.numel()))
+    model = doubled(name)
     for padded in (True, False):
         inputs = prompt(2, 30, padded=padded)
         own = model.generate(

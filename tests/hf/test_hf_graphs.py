@@ -15,6 +15,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from tests.helpers import (
+    DEVICE,
     HYBRID,
     QUIETLY,
     SLIDING,
@@ -31,15 +32,14 @@ from tests.helpers import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from turboquant_nb.cache.clock import DeviceClock
-from turboquant_nb.hf import TurboQuantCache, cache as edits
+from turboquant_nb import Recipe, Spec, TurboQuantCache
+from turboquant_nb.hf import cache as edits
 from types import SimpleNamespace
 
 from turboquant_nb.hf import graphs as steps_in_graphs
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.kernels import encode
 from turboquant_nb.hf.runner import StepRunner, settings_digest
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = QUIETLY
 
@@ -83,11 +83,11 @@ def test_a_first_call_launches_what_was_compiled_ahead(monkeypatch, recipe, padd
     monkeypatch.setattr(steps_in_graphs, "compiled_together", together)
     monkeypatch.setattr(steps_in_graphs, "_ASKED", set())
     encode.READY.clear()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, inputs = tiny(head_dim=32), prompt(2, 40, padded=padded)
-    model = copy.deepcopy(model).to(device)
-    inputs = {name: x.to(device) for name, x in inputs.items()}
-    for _ in range(1 + (device == "cuda")):  # the second time all are ready, but for one
+    sizes = dict(head_dim=16, num_attention_heads=2, num_key_value_heads=1)
+    model, inputs = tiny(**sizes), prompt(2, 20, padded=padded)
+    model = copy.deepcopy(model).to(DEVICE)
+    inputs = {name: x.to(DEVICE) for name, x in inputs.items()}
+    for _ in range(1 + (DEVICE == "cuda")):  # the second time all are ready, but for one
         cache = TurboQuantCache(model, recipe, backend="triton", graphs=steps)
         generate(model, inputs, "turboquant", cache=cache, max_new_tokens=3)
         steps_in_graphs._ASKED.clear()

@@ -10,6 +10,8 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from tests.helpers import (
+    CUDA,
+    DEVICE,
     MODES,
     QUIETLY,
     Calls,
@@ -20,7 +22,9 @@ from tests.helpers import (
     exact_recipe,
     generate,
     host_calls,
+    interpreted,
     logits,
+    needs_triton,
     prompt,
     refuses,
     seeded,
@@ -28,12 +32,9 @@ from tests.helpers import (
     tiny,
 )
 from turboquant_nb.kernels import ops
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb import Recipe, Spec, TurboQuantCache
 from turboquant_nb.hf import attention as hf_attention
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 
-CUDA = torch.cuda.is_available()
 pytestmark = QUIETLY
 
 
@@ -118,7 +119,7 @@ def kernel_cache(model, recipe="k4v4"):
     return TurboQuantCache(model, recipe, backend="triton")
 
 
-@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("way", WAYS)
 def test_kernels_serve_generate(way):
     """Left-padded batches decode on kernels alone, from coding to attention, and give the
@@ -129,7 +130,7 @@ def test_kernels_serve_generate(way):
     kwargs = {k: x for k, x in kwargs.items() if k not in SIZES}
     batch = 1 if way == "drafts" else 2
     inputs = prompt(batch, 10, padded=batch > 1)
-    model = tiny(name, **sizes).to("cuda" if CUDA else "cpu")
+    model = tiny(name, **sizes).to(DEVICE)
     try:
         inputs = {k: x.to(model.device) for k, x in inputs.items()}
         outs, served = [], []
@@ -251,13 +252,11 @@ def test_a_chunk_that_is_all_padding(no_masks):
     assert cache.layers[0].starts == (0, 7, 50) == tuple(cache.layers[1].store.start.tolist())
 
 
-@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@needs_triton
 def test_a_step_makes_nothing_as_large_as_the_past():
     """Of decoding after 500 tokens: on kernels no tensor is a third of one layer's dense keys;
     the dense path makes one."""
-    model = tiny(**SMALL | dict(head_dim=64), max_position_embeddings=1100).to(
-        "cuda" if CUDA else "cpu"
-    )
+    model = tiny(**SMALL | dict(head_dim=64), max_position_embeddings=1100).to(DEVICE)
     try:
         ids, most = texts(1, 500).to(model.device), {}
         for attention in ("turboquant", "sdpa"):
@@ -280,11 +279,11 @@ def test_a_step_makes_nothing_as_large_as_the_past():
         model.to("cpu")
 
 
-@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("bad, n", [(float("nan"), 1), (float("inf"), 20), (1e30, 20)])
 def test_what_a_kernel_took_is_told_later(bad, n):
     "Nothing waits in the pass that took it; a pass or two later, or `check`, says which layer."
-    model = tiny(**SMALL | dict(num_hidden_layers=2)).to("cuda" if CUDA else "cpu")
+    model = tiny(**SMALL | dict(num_hidden_layers=2)).to(DEVICE)
     try:
         model.set_attn_implementation("turboquant")
         cache, inputs = (kernel_cache(model), texts(1, 9).to(model.device))
@@ -306,7 +305,7 @@ def test_what_a_kernel_took_is_told_later(bad, n):
         model.to("cpu")
 
 
-@pytest.mark.skipif(not CUDA and not ops.launch.is_interpreted(), reason="needs Triton")
+@needs_triton
 @pytest.mark.parametrize("bad, static, drafts", [(float("nan"), False, 3), (1e30, True, 0)])
 def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monkeypatch):
     """Of a first chunk no layer waits, with drafts behind it or without: one look at the flags
@@ -316,7 +315,7 @@ def test_a_prompt_is_looked_at_once_and_refused_whole(bad, static, drafts, monke
 
     monkeypatch.setattr(append, "_code_and_wait", lambda *a: pytest.fail("a layer waits"))
     model = copy.deepcopy(tiny(**SMALL | dict(num_hidden_layers=2)))  # whose weights change
-    model.to("cuda" if CUDA else "cpu")
+    model.to(DEVICE)
     ids = texts(1, 30).to(model.device)
     weight = model.model.layers[1].self_attn.k_proj.weight
     model.set_attn_implementation("turboquant")
@@ -418,10 +417,7 @@ class Found(Silent):
         )
 
 
-@pytest.mark.skipif(
-    CUDA or not ops.launch.is_interpreted(),
-    reason="Triton's interpreter, where there is no GPU",
-)
+@interpreted
 @pytest.mark.parametrize(
     "tokens, launches", [(512, ["tile_kernel"]), (700, ["tile_kernel", "row_kernel"])]
 )
@@ -458,10 +454,7 @@ def test_what_a_first_chunk_costs_the_host(tokens, launches, monkeypatch):
     assert all(x.store.length == tokens and x.coded["kernel"] for x in cache.layers)
 
 
-@pytest.mark.skipif(
-    CUDA or not ops.launch.is_interpreted(),
-    reason="Triton's interpreter, where there is no GPU",
-)
+@interpreted
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_what_a_layer_costs_the_host(scaled, static, silent):

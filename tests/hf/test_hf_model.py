@@ -10,10 +10,7 @@ pytest.importorskip("gguf")
 from transformers import DynamicCache
 
 from tests.helpers import SLOW, cache_for
-from turboquant_nb.hf import TurboQuantCache
 from turboquant_nb.evaluation.models import load_model, sample_text
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 
 PREFILL, SCORE, WINDOWS = (512, 512, 8) if SLOW else (256, 256, 2)
 
@@ -81,61 +78,3 @@ def test_perplexity_of_k4v4_is_within_two_percent(real, windows):
         f"({100 * (coded / exact - 1):+.2f} %)"
     )
     assert 5 < exact < 120 and abs(coded / exact - 1) < 0.02
-
-
-def greedy(model, ids, cache, n, padding=0, **options):
-    """(tokens, logits) of n greedy steps behind so much padding, and how many of the tokens are
-    not nearly tied."""
-    before = torch.zeros(1, padding, dtype=torch.long)
-    out = model.generate(
-        torch.cat([before, ids], 1),
-        attention_mask=torch.cat([before, torch.ones_like(ids)], 1),
-        past_key_values=cache,
-        max_new_tokens=n,
-        min_new_tokens=n,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **options,
-    )
-    logits = torch.stack([x[0] for x in out.logits])
-    top = logits.topk(2).values
-    tied = (top[:, 0] - top[:, 1] < 0.04).nonzero()
-    return out.sequences[0, -n:], logits, int(tied[0]) if len(tied) else n
-
-
-@pytest.mark.parametrize("recipe", ["k2v2-scalar", "k3v3"] if SLOW else ["k2v2-scalar"])
-def test_prompt_lookup_is_greedy_decoding(real, recipe):
-    """Drafts from a prompt that says the same again: token for token those of plain greedy
-    decoding on codes, and logits apart by rounding. A chunk multiplies matrices of another
-    size, so a state may round otherwise and, rarely, get another code; tokens that are nearly
-    tied are therefore left out, and what comes after one. Before, logits were apart by 1.2."""
-    model, ids = real
-    model.set_attn_implementation("turboquant")
-    ids, steps = (ids[:, :80].repeat(1, 2), 40) if SLOW else (ids[:, :24].repeat(1, 5), 20)
-    plain, logits, n = greedy(model, ids, TurboQuantCache(model, recipe), steps)
-    cache = TurboQuantCache(model, recipe)
-    lookup, other, _ = greedy(model, ids, cache, steps, prompt_lookup_num_tokens=6)
-    assert cache.report()["served"]["codes"] < (steps - 2) * 30  # drafts were accepted
-    apart = float((other[:n] - logits[:n]).abs().max())
-    print(f"{recipe}: {n} tokens, logits apart by {apart:.1e}")
-    assert n >= 8 and torch.equal(lookup[:n], plain[:n]) and apart < 0.02
-
-
-def test_left_padding_is_the_run_without_it(real):
-    """60 tokens of padding before 120 real ones, 3 tokens on codes: tokens and logits of the
-    run without padding, apart by rounding (a code may flip, see above), far less than codes are
-    from exact states. The model attends on codes, so sinks, the keys' mean and what is exact
-    must count from the first real token."""
-    model, ids = real
-    model.set_attn_implementation("turboquant")
-    recipe, ids = Recipe(Spec(2, center="fixed"), Spec(2), recent=16), ids[:, :120]
-    padded, plain = (greedy(model, ids, TurboQuantCache(model, recipe), 3, x) for x in (60, 0))
-    model.set_attn_implementation("sdpa")
-    exact = greedy(model, ids, None, 3)
-    first = (padded[1][0] - plain[1][0]).abs().max()  # of exact attention
-    apart, coded = ((padded[1][1] - x[1][1]).abs().max() for x in (plain, exact))
-    n = plain[2]
-    print(f"logits apart by {first:.1e}, then {apart:.1e}; codes from exact states {coded:.2f}")
-    assert n >= 2 and torch.equal(padded[0][:n], plain[0][:n])
-    assert first < 1e-3 and apart < 0.02 < coded / 5

@@ -8,13 +8,23 @@ import copy
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.cache.test_broken_off import ERRORS, Lines
 from tests.cache.test_store import Dense as Held
-from tests.helpers import QUIETLY, SLOW, given_frame, refuses, seeded
+from tests.helpers import (
+    GROUP,
+    HEADS,
+    QUIETLY,
+    SLOW,
+    given_frame,
+    refuses,
+    seeded,
+    sliding_config,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("hypothesis")
@@ -31,12 +41,8 @@ from turboquant_nb.cache.store import KVStore, expected_nbytes
 
 SEQUENCES = int(os.environ.get("TURBOQUANT_SEQUENCES", 60 if SLOW else 12))
 pytestmark = QUIETLY
-HEADS, GROUP, D, WINDOW = (
-    1,
-    2,
-    16,
-    20,
-)  # WINDOW: of the sliding layer 0; layer 1 sees everything
+D, WINDOW = 16, 20  # WINDOW: of the sliding layer 0; layer 1 sees everything
+config = partial(sliding_config, WINDOW, "sliding_attention", "full_attention")
 RECIPES = {
     "k3v3": Recipe(Spec(center="fixed"), sinks=2, recent=5),
     "no recent tokens": Recipe(Spec(4, center="fixed"), Spec(2), sinks=0, recent=0),
@@ -47,22 +53,6 @@ RECIPES = {
     "pair scale": Recipe(Spec(3, pair_scale="frame"), Spec(3), sinks=2, recent=5),
     "all of a frame": Recipe(sinks=1, recent=4),
 }
-
-
-def config():
-    c = transformers.Gemma3TextConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS * GROUP,
-        num_key_value_heads=HEADS,
-        head_dim=D,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"],
-    )
-    c._attn_implementation = "sdpa"
-    return c
 
 
 def frames():

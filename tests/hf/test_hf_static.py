@@ -5,10 +5,9 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
-from tests.helpers import QUIETLY, fused, generate, prompt, refuses, texts, tiny
+from tests.helpers import QUIETLY, fused, generate, interpreted, prompt, refuses, texts, tiny
 from turboquant_nb.cache.clock import CAPTURE
 from turboquant_nb.cache.store import row_tensors
-from turboquant_nb.kernels import ops
 from turboquant_nb.hf import TurboQuantCache
 
 pytestmark = QUIETLY
@@ -57,10 +56,7 @@ def test_static_is_dynamic(name, attention):
     assert torch.equal(again, want) and addresses(cache) == before
 
 
-@pytest.mark.skipif(
-    not ops.launch.is_interpreted() or torch.cuda.is_available(),
-    reason="needs Triton's interpreter; test_cuda.py for GPUs",
-)
+@interpreted
 def test_static_on_kernels():
     """Filled, reset, filled again with other padding: kernels read the padding of today, not of
     the day when they were chosen."""

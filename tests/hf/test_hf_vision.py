@@ -8,14 +8,12 @@ import copy
 import pytest
 import torch
 
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb import Recipe, Spec, TurboQuantCache
 from turboquant_nb.testing import same
 
 transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache
 
-from turboquant_nb.hf import TurboQuantCache
 from tests.helpers import ONE_THREAD, longer, refuses, seeded
 
 pytestmark = ONE_THREAD

@@ -7,12 +7,9 @@ import torch
 from eval import architectures
 from tests.helpers import QUIETLY, exact_recipe, prompt, random_frame, refuses, seeded
 from turboquant_nb.cache.attention import attend, dense_attention, visible
-from turboquant_nb.cache.store import KVStore
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache
 from turboquant_nb.hf.graphs import Tape
 from turboquant_nb.kernels import ops
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 
 pytestmark = QUIETLY
 

@@ -7,9 +7,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from turboquant_nb.hf import TurboQuantCache
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb import Recipe, Spec, TurboQuantCache
 from tests.helpers import refuses, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore")

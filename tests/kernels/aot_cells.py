@@ -1,20 +1,12 @@
-"""Compile the kernels of cells for GPUs that are not there, and print registers, spilled bytes
-and shared memory of each variant as JSON lines; run by test_cells.py in a process of its own,
-because the interpreter and the compiler exclude each other."""
-
-import json
-import sys
-from pathlib import Path
+"Compile the kernels of cells for GPUs that are not there."
 
 import torch
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-sys.path.insert(0, str(Path(__file__).parent))
-import aot_decode
+from tests.kernels import aot_decode
 
-from turboquant_nb.cache.pages import CellLayout
-from turboquant_nb.kernels import decode, decode as decode_launch, decode_mma
+from turboquant_nb.kernels import decode, decode_mma
 from turboquant_nb.kernels.cell_attention import _work_kernel
 from turboquant_nb.kernels.cells import _recent_kernel, _sinks_kernel
 from turboquant_nb.kernels.encode import (
@@ -109,21 +101,21 @@ def fragments(
 def sizes(c):
     return dict(
         D=c.d_key,
-        DP=decode_launch.padded_size(c.d_key),
+        DP=decode.padded_size(c.d_key),
         DV=c.d_value,
-        DVP=decode_launch.padded_size(c.d_value),
+        DVP=decode.padded_size(c.d_value),
     )
 
 
 def windows(c, codebook):
     "The same as the portable kernel takes it."
     both = zip(chains(c, codebook), (c.d_key, c.d_value))
-    return dict(zip(("KX", "VX"), (decode_launch.window_chain(*x) for x in both)))
+    return dict(zip(("KX", "VX"), (decode.window_chain(*x) for x in both)))
 
 
 def portable(c, sliding=False, capped=False, listed=True, codebook=None):
     flags = dict.fromkeys(("HAS_START", "BIASED"), False)
-    constants = decode_launch._NO_TABLE | sizes(c) | flags
+    constants = decode._NO_TABLE | sizes(c) | flags
     constants |= both_places(c) | dict(
         R=c.tokens // 4,
         BR=16,
@@ -213,24 +205,3 @@ def sinks(c):
 
 def work(c, sliding=False):
     return compiled(_work_kernel, dict(TILE=256, SLIDING=sliding, B=64, N=64), num_warps=1)
-
-
-if __name__ == "__main__":
-    for text in sys.argv[1:]:
-        case = json.loads(text)
-        name, bits, d, tokens = (
-            case.pop("kernel"),
-            case.pop("bits", (3, 3)),
-            case.pop("d", 128),
-            case.pop("tokens", 64),
-        )
-        built = globals()[name](CellLayout(*bits, d, d, tokens), **case)
-        wide = (
-            built.asm["ptx"].count("cp.async.cg.shared.global") if name == "fragments" else None
-        )
-        print(
-            json.dumps(
-                json.loads(text) | aot_decode.usage(built, 90) | {"copies of 16 bytes": wide}
-            ),
-            flush=True,
-        )

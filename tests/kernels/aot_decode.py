@@ -1,12 +1,8 @@
-"""Compile the decode kernel for GPUs that are not there, and print registers, spilled bytes and
-shared memory of each variant as JSON lines; run by test_decode_kernel.py in a process of its
-own, because the interpreter and the compiler exclude each other."""
+"Compile the decode kernels for GPUs that are not there, and see what each needs there."
 
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 
 import triton
@@ -16,13 +12,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from turboquant_nb.cache.memory import Memory
-from turboquant_nb.kernels import (
-    blocks,
-    decode,
-    decode as decode_launch,
-    decode as query,
-    decode_mma,
-)
+from turboquant_nb.kernels import blocks, decode, decode_mma
 from turboquant_nb.quant.codes import find_code
 from turboquant_nb.quant.quantizer import Spec
 
@@ -94,7 +84,7 @@ def compiled(
 def chains_of(codebook, d, bits):
     "How levels of trellis codes of this name are read, of keys and of values."
     codes = [find_code(Spec(b, codebook=codebook), d) for b in bits]
-    return [decode_launch.chain_of(code.lut, b) for code, b in zip(codes, bits)]
+    return [decode.chain_of(code.lut, b) for code, b in zip(codes, bits)]
 
 
 def build(
@@ -191,8 +181,8 @@ def portable(capability=90, d=128, bits=(3, 3), codebook=None):
         SLIDING=False,
         CAPPED=False,
     )
-    windows = (decode_launch.window_chain(chain, d) for chain in chains)
-    constants |= decode_launch._NO_TABLE | dict(zip(("KX", "VX"), windows))
+    windows = (decode.window_chain(chain, d) for chain in chains)
+    constants |= decode._NO_TABLE | dict(zip(("KX", "VX"), windows))
     constants |= both_places(d, bits, codebook=codebook)
     options = dict(num_warps=8 if d > 128 or codebook else 4, num_stages=1)
     return compiled(decode.portable_kernel, constants, capability, types, **options)
@@ -208,7 +198,7 @@ def pre_rope(capability=90, d=128, rotary=None, rotating=None):
         H2=half,
         ROTATING=pairs,
         HP=padded,
-        REST=decode_launch.padded_size(d - 2 * pairs) if d > 2 * pairs else 0,
+        REST=decode.padded_size(d - 2 * pairs) if d > 2 * pairs else 0,
         ROWS=32 if pairs <= 128 else 16,
         BT=128 if pairs <= 64 else 64 if pairs <= 128 else 32,
         HAS_START=True,
@@ -216,7 +206,7 @@ def pre_rope(capability=90, d=128, rotary=None, rotating=None):
         HAS_PAIR=True,
         PDL=capability >= 90,
     )
-    return compiled(query._mean_bias_kernel, constants, capability, num_warps=4)
+    return compiled(decode._mean_bias_kernel, constants, capability, num_warps=4)
 
 
 def transform(capability=90, d=128, rows=4):
@@ -229,11 +219,11 @@ def transform(capability=90, d=128, rows=4):
         dict(D=d, ROWS=rows, HAS_PAIR=True, ADD=False),
     )
     if few:
-        fn = query._rotate_few_kernel
-        constants |= dict(DP=decode_launch.padded_size(d), COLS=16, AFTER=capability >= 90)
+        fn = decode._rotate_few_kernel
+        constants |= dict(DP=decode.padded_size(d), COLS=16, AFTER=capability >= 90)
         options |= {"launch_pdl": True} if capability >= 90 else {}
     else:
-        fn = query._rotate_many_kernel
+        fn = decode._rotate_many_kernel
         constants |= dict(SLICE=32, COLS=32)
         options |= {"num_stages": 1}
     built = compiled(fn, constants, capability, types, **options)
@@ -253,7 +243,7 @@ def look_up(capability=90, d=128, bits=3, by_token=False, codebook=None, page=25
     windows = find_code(Spec(bits, codebook=codebook), d).windows if codebook else None
     constants = dict(
         D=d,
-        DP=decode_launch.padded_size(d),
+        DP=decode.padded_size(d),
         R=page // 4,
         ROWS=16,
         BITS=bits,
@@ -277,8 +267,8 @@ def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
     types = TYPES | dict(OUT="*bf16", MATRIX="*fp16", SINKS="*bf16", RECENT="*bf16")
     constants = dict(
         D=d,
-        DP=decode_launch.padded_size(d),
-        HK=decode_launch.padded_size(d // 2),
+        DP=decode.padded_size(d),
+        HK=decode.padded_size(d // 2),
         R=64,
         BITS=bits,
         BY_TOKEN=by_token,
@@ -295,7 +285,7 @@ def read(capability=90, d=128, bits=3, by_token=False, rotary=0, parts=1):
 def join_piece(d=128):
     "The kernel that joins two pieces in place."
     types = TYPES | dict.fromkeys(("OUT", "MORE"), "*bf16") | {"MORE_LSE": "*fp32"}
-    constants = dict(D=d, DP=decode_launch.padded_size(d), ROWS=16)
+    constants = dict(D=d, DP=decode.padded_size(d), ROWS=16)
     strides = "ot oh mt mh".split()
     return compiled(blocks._join_kernel, constants, types=types, strides=strides, num_warps=4)
 
@@ -325,20 +315,3 @@ def usage(built, capability=90):
         "spills": spills,
         "shared": built.metadata.shared,
     }
-
-
-if __name__ == "__main__":
-    for text in sys.argv[1:]:
-        case = json.loads(text)
-        make = {
-            "decode": build,
-            "combine": combine,
-            "portable": portable,
-            "pre_rope": pre_rope,
-            "transform": transform,
-            "read": read,
-            "join_piece": join_piece,
-            "look_up": look_up,
-        }[case.get("kernel", "decode")]
-        built = make(**{k: v for k, v in case.items() if k != "kernel"})
-        print(json.dumps(case | usage(built, case.get("capability", 90))), flush=True)

@@ -1,17 +1,8 @@
-"""Compile the encode kernel for GPUs that are not there, and print registers, spilled bytes and
-shared memory of each variant as JSON lines; run by test_encode_kernel.py in a process of its
-own, because the interpreter and the compiler exclude each other."""
-
-import json
-import re
-import sys
-from pathlib import Path
+"Compile the encode kernel for GPUs that are not there."
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import aot_decode
-
+from tests.kernels import aot_decode
 from turboquant_nb.kernels import encode
 
 NAMES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -93,14 +84,3 @@ def build(
     form = form._replace(M=m, **of_length)
     more |= {"F": form, "STEP": step}
     return compiled(encode.row_kernel, both | more, dtype, capability, options)
-
-
-if __name__ == "__main__":
-    for text in sys.argv[1:]:
-        case = json.loads(text)
-        built = case | ({"dtype": getattr(torch, case["dtype"])} if "dtype" in case else {})
-        made = build(**built)
-        used = aot_decode.usage(made, case.get("capability", 90))
-        order = re.findall(r"\b(ld|st)\.global", made.asm["ptx"])
-        turns = sum(pair == ("st", "ld") for pair in zip(order, order[1:]))
-        print(json.dumps(case | used | {"turns": turns}), flush=True)

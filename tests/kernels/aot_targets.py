@@ -5,14 +5,10 @@ interpreter and the compiler exclude each other."""
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-import aot_decode
-import aot_encode
-import aot_viterbi
+from tests.kernels import aot_decode, aot_encode, aot_viterbi
 
 SHARED = {
     75: 64,
@@ -50,8 +46,8 @@ KERNELS = {
     "encode, step": lambda c: aot_encode.build(
         c, n=1, dtype=torch.float16 if c in HALF else torch.bfloat16
     ),
-    "search, prompt": lambda c: aot_viterbi.build("viterbi", 2, "trellis", c),
-    "search, step": lambda c: aot_viterbi.build("few", 2, "trellis", c),
+    "search, prompt": lambda c: aot_viterbi.prompt(2, "trellis", c),
+    "search, step": lambda c: aot_viterbi.step(2, "trellis", c),
 }
 
 

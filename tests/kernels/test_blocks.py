@@ -1,31 +1,29 @@
 """Blocks of the past by the kernel against `KVStore.read`, and pieces of attention joined in
 place: in Triton's interpreter, on a GPU where there is one."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.packing import Layout, pack
-from turboquant_nb.kernels import blocks, decode_mma, launch, ops
+from turboquant_nb.kernels import blocks, launch, ops
 from turboquant_nb.kernels.decode import pack_lut
 from turboquant_nb.theory.codebook import lloyd_max, uniform
-from tests.helpers import ahead_of_time, attended_store
-from tests.kernels.ptx import run_ptx
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = pytest.mark.usefixtures("one_thread")
-needs_triton = pytest.mark.skipif(blocks.triton.language is None, reason="needs Triton")
-needs_gluon = pytest.mark.skipif(
-    decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2"
+from tests.kernels.warp import run_inline
+from tests.helpers import (
+    DEVICE,
+    ONE_THREAD,
+    ahead_of_time,
+    attended_store,
+    needs_gluon,
+    needs_gpu,
+    needs_triton,
+    refuses,
+    seeded,
 )
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+
+pytestmark = ONE_THREAD
 ULP = {
     torch.float32: 2**-20,
     torch.float16: 2**-10,
@@ -95,7 +93,7 @@ def test_refusals(case, why):
     _, store, _ = setup(**(dict(B=1, H=1) | case))
     tables = launch.store_plan(store).tables
     assert why in blocks.refuses(store, tables)
-    with pytest.raises(ValueError, match=why):
+    with refuses(why):
         blocks.read_block(store, tables, 0, 9)
 
 
@@ -105,7 +103,7 @@ def test_more_refusals():
     tables = launch.store_plan(store).tables
     assert "one table" in blocks.refuses(store, None)
     for first, last in ((-1, 5), (5, 5), (0, 301)):
-        with pytest.raises(ValueError, match="positions must lie in"):
+        with refuses("positions must lie in"):
             blocks.read_block(store, tables, first, last)
     store.key.memory.hold(store.key.memory.cells.mT.contiguous().mT)
     assert "contiguous" in blocks.refuses(store, tables)
@@ -117,7 +115,7 @@ def test_pieces_join(d, dtype):
     """A piece in any dtype joins another, each with strides of its own, and times a factor: NaN
     stays in its row, a row of which one piece saw nothing is the other's, whatever that one
     holds there, and one that saw nothing stays 0."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded(0)
     one, two = torch.randn(2, 3, 3, 2 * d, generator=g)[..., :d].to(DEVICE)
     two = two.transpose(0, 1)  # heads lie before tokens
     lse, other = (4 * torch.randn(2, 3, 3, generator=g)).to(DEVICE)
@@ -136,7 +134,7 @@ def test_pieces_join(d, dtype):
     assert not one[0, 2].any() and lse[0, 2] == -torch.inf
     assert one[2, 2].isnan().all() and lse[2, 2].isnan()
     for wrong in ((one.mT, lse, one.mT, lse), (one, lse[:2], two, other), (one[0], lse[0]) * 2):
-        with pytest.raises(ValueError, match="pieces must be .* side by side"):
+        with refuses("pieces must be .* side by side"):
             blocks.join_piece(*wrong)
 
 
@@ -194,7 +192,7 @@ def test_compiled_ahead_of_time():
         dict(kernel="look_up", bits=2, by_token=True, codebook="trellis"),
         dict(kernel="look_up", bits=1, codebook="trellis"),
     ]
-    rows = ahead_of_time(*cases, script="aot_decode.py")
+    rows = ahead_of_time(*cases, of="decode", by="kernels.aot")
     assert len(rows) == len(cases)
     for row in rows:
         assert row["shared"] <= 160 * 1024 and row["spills"] <= 160, row
@@ -215,10 +213,9 @@ def levels_by_ptx(codes, levels, flip=0x80808080):
     ]
     out = []
     for shift in (0, 2):
-        words = run_ptx(blocks.half_asm(bits)[0], inputs + [np.uint32(shift)] * 4 + table)
-        halves = [
-            np.ascontiguousarray(w).view(np.float16).reshape(64, -1, 2) for w in words
-        ]  # half, quarter, pairs of bytes
+        words = run_inline(blocks.half_asm(bits)[0], inputs + [np.uint32(shift)] * 4 + table)
+        # half, quarter, pairs of bytes
+        halves = [w.view(np.float16).reshape(64, -1, 2) for w in words]
         out += [
             np.concatenate(
                 [
@@ -234,7 +231,7 @@ def levels_by_ptx(codes, levels, flip=0x80808080):
 
 def test_ptx_gives_the_levels_of_a_table():
     "Kills: a table whose bytes are not flipped."
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     for book in (f(b) for b in (2, 3, 4) for f in (lloyd_max, uniform)):
         levels = book.to_int8_grid().int8().levels
         codes = torch.randint(0, 2**book.bits, (256, 64), dtype=torch.uint8, generator=g)

@@ -25,16 +25,22 @@ from turboquant_nb.kernels.cell_attention import (
     past_cells,
 )
 from turboquant_nb.kernels.cells import CellPlan, append_cells, append_recent, locate_sinks
-from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.codes import make_quantizer
 from turboquant_nb.quant.quantizer import Quantizer, Spec
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 
-from tests.helpers import SLOW, FoundOnce, ahead_of_time, covering_pairs
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-needs_triton = pytest.mark.skipif(triton.language is None, reason="needs a GPU or Triton")
+from tests.helpers import (
+    CUDA,
+    DEVICE,
+    SLOW,
+    FoundOnce,
+    ahead_of_time,
+    covering_pairs,
+    interpreted,
+    needs_triton,
+    refuses,
+    seeded,
+)
 
 
 def pool(plan, blocks, heads, gen):
@@ -242,7 +248,7 @@ def test_learnt_logits(of, options, gen):
     ratio = (want.norm(dim=-1) / without.norm(dim=-1))[: of.get("m", 1)]
     assert (ratio[:, 0] == 1).all() and (ratio[:, -1] == 0).all()
     assert ((ratio[:, 1] > 0.01) & (ratio[:, 1] < 0.98)).all()
-    with pytest.raises(ValueError, match="sinks must have shape"):
+    with refuses("sinks must have shape"):
         decode_cells(q, cache, plan, read, Exact(k, v), Rule(sinks=logits[1:]))
 
 
@@ -329,16 +335,14 @@ def test_origins_end_whatever_tables_hold(gen):
         (dict(starts=starts[:3]), "one more start"),
         (dict(out=out[:4]), "origins must be"),
     ):
-        with pytest.raises((TypeError, ValueError), match=why):
+        with refuses(why, (TypeError, ValueError)):
             locate_sinks(
                 **dict(
                     table=table, lengths=lengths, starts=starts, slots=slots, block=4, out=out
                 )
                 | bad
             )
-    with pytest.raises(
-        ValueError, match="room for 3 first tokens and a recent one, got 3 rows"
-    ):
+    with refuses("room for 3 first tokens and a recent one, got 3 rows"):
         append_recent(
             torch.zeros(9, 1, 3, 8, device=DEVICE),
             *torch.zeros(2, 5, 1, 4, device=DEVICE),
@@ -465,9 +469,7 @@ def test_windows_of_a_past(key, value, d, n, gen):
         assert got[2 * n - 7 :].isnan().all()
 
 
-@pytest.mark.skipif(
-    CUDA or triton.language is None, reason="Triton's interpreter, where there is no GPU"
-)
+@interpreted
 def test_kernels_are_searched_for_once(monkeypatch):
     """Appends, copies of recent tokens, their origins and a past, as the tests above check
     them, and once more: Triton searches for no kernel again, and what it found is right."""
@@ -483,7 +485,7 @@ def test_kernels_are_searched_for_once(monkeypatch):
         monkeypatch.setattr(of, "kernel", kernels[-1])
     for again in (False, True):
         before = [(kernel.searched, kernel.launched) for kernel in kernels]
-        gen = torch.Generator().manual_seed(0)
+        gen = seeded(0)
         test_append(16, 3, 3, 32, gen)
         test_recent_states_are_copied_to_their_slots(gen)
         test_origins_end_whatever_tables_hold(gen)
@@ -498,7 +500,7 @@ def test_windows_that_no_kernel_reads():
     for bits, d in ((1, 64), (2, 80), (3, 32)):
         side = make_quantizer(Spec(bits, codebook=CHAIN), d)
         why = f"keys: a cell holds .*: kernels read chains of 2 or 3 bits and 64 or 128 .* {d}$"
-        with pytest.raises(ValueError, match=why):
+        with refuses(why):
             CellLayout.of(side, side, 64)
 
 
@@ -544,6 +546,6 @@ def test_compiled_for_hopper():
     where they would cost, copies of 16 bytes. (Others: tests/golden/kernels.json.)"""
     pytest.importorskip("triton.experimental.gluon")
     cases = COMPILED if SLOW else COMPILED[::2]
-    for got in ahead_of_time(*cases, script="aot_cells.py"):
+    for got in ahead_of_time(*cases, of="cells", by="kernels.aot"):
         assert got["spills"] == 0 and got["registers"] <= 255, got
         assert got["kernel"] != "fragments" or got["copies of 16 bytes"] > 0, got

@@ -22,13 +22,12 @@ from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.clock import flags_of
 from turboquant_nb.cache.disk import state_of
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb import KVStore, Recipe, Spec
 from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.cpu import Cpu, Library
 from turboquant_nb.quant import codes
 from turboquant_nb.quant.codes import find_code
-from turboquant_nb.quant.quantizer import Spec, decided
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb.quant.quantizer import decided
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.theory.trellis import TRELLISES, Trellis
 
@@ -140,7 +139,7 @@ def test_windows_give_the_attention_of_the_reference(bits, d, kernel):
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_a_search_finds_the_symbols_of_the_reference(bits, kernel):
-    x = torch.randn(43, 128, generator=torch.Generator().manual_seed(bits))
+    x = torch.randn(43, 128, generator=seeded(bits))
     x[3], x[4, 2], x[5] = 0.0, 1e4, -1e9  # ties everywhere, values that no level is near to
     for start, n in itertools.product(("zero", "tail"), (16, 33, 128)):
         trellis = replace(TRELLISES[bits], start=start)
@@ -155,7 +154,7 @@ def test_a_search_finds_the_symbols_of_the_reference(bits, kernel):
     assert torch.equal(
         kernel.library.search(trellis, poisoned), trellis.encode(torch.zeros(1, 16))
     )
-    with pytest.raises(ValueError, match="2\\*\\*bits states or more"):
+    with refuses("2\\*\\*bits states or more"):
         kernel.library.search(Trellis(4, 6, (3,), (-1.0, 1.0)), rows)
 
 

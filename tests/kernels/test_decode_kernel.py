@@ -2,51 +2,34 @@
 form of the other one ahead of time, and all of it on a GPU where there is one (by several
 processes: compilation takes most of the time). Chapter 20 emulates the PTX."""
 
-import os
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
-try:
-    import triton
-except ImportError:
-    triton = None
-
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.kernels import (
-    decode,
-    decode as decode_launch,
-    decode as query,
-    decode_mma,
-    encode,
-    encode as launcher,
-    launch,
-    ops,
-)
+from turboquant_nb.kernels import decode, decode_mma, encode, launch, ops
 from turboquant_nb.kernels.launch import decode_attention, refuses
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.store import KVStore
-from tests.helpers import ahead_of_time, attended_store as setup
+from turboquant_nb import KVStore, Recipe, Spec
+from tests.helpers import (
+    CUDA,
+    DEVICE,
+    ONE_THREAD,
+    SLOW,
+    ahead_of_time,
+    attended_store as setup,
+    interpreted,
+    needs_gluon,
+    needs_gpu,
+    needs_triton,
+)
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
 PORTABLE = (
     2e-5 if CUDA else 1e-6
 )  # on a GPU the products are three tf32 products; 8.5e-6 was seen on an H200
-mark, pytestmark = pytest.mark, pytest.mark.usefixtures("one_thread")
-needs_triton = mark.skipif(triton is None, reason="needs Triton")
-needs_gluon = mark.skipif(
-    decode_mma.gluon.language is None, reason="needs Triton 3.6, whose Gluon has mma_v2"
-)
-needs_gpu = mark.skipif(not CUDA, reason="needs a CUDA device")
-cpu_only = mark.skipif(CUDA, reason="Triton's interpreter, where there is no GPU")
+mark, pytestmark = pytest.mark, ONE_THREAD
 
 
 def agree(case, options, kernel_name, limit):
@@ -314,9 +297,9 @@ def recorded(monkeypatch):
         assert len(args) == len(self.kernel.arg_names) and self.kind(named)
         run = lambda *args: launches.append((self.kernel, grid, args))
         run(*args)
-        return launcher.Launch({grid: run}, grid, args, self.places, slots)
+        return encode.Launch({grid: run}, grid, args, self.places, slots)
 
-    monkeypatch.setattr(decode_launch.Launcher, "__call__", note)
+    monkeypatch.setattr(decode.Launcher, "__call__", note)
     hopper = encode.DeviceProperties(132, 232448, (9, 0))
     monkeypatch.setattr(decode_mma, "device_properties", lambda _: hopper)
     return launches
@@ -344,7 +327,7 @@ def same_arguments(one, two):
                 ), name
 
 
-@cpu_only
+@interpreted
 @needs_gluon
 @mark.parametrize(
     "case",
@@ -426,7 +409,7 @@ def test_repeats_pass_what_a_fresh_call_passes(case, monkeypatch):
         step(tokens(1)) if not store.clock.fixed else same_arguments([], [0])
 
 
-@cpu_only
+@interpreted
 @needs_gluon
 def test_what_is_not_repeated(monkeypatch):
     """A chunk of another dtype than the store's is copied on each call; half a chunk is an
@@ -445,7 +428,7 @@ def test_what_is_not_repeated(monkeypatch):
     )
 
 
-@cpu_only
+@interpreted
 @needs_gluon
 @mark.parametrize("d,base,inside", ((128, 1e4, True), (256, 1e6, True), (256, 500.0, False)))
 def test_where_the_means_sums_are_computed(monkeypatch, d, base, inside):
@@ -515,8 +498,7 @@ def test_more_refusals():
         refuses(Call.of(q, store), "fast")
 
 
-@cpu_only
-@needs_triton
+@interpreted
 def test_no_gpu():
     q, store, _ = setup(B=1, H=1, T=40, d=64)
     why = "an NVIDIA GPU is needed, the store is on cpu"
@@ -580,10 +562,10 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
     pair = torch.rand(1, heads, 1, d, device=DEVICE) + 0.5
     want, more = torch.zeros_like(out), torch.randn_like(out)
     want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) / pair @ rotation.mT
-    size = decode_launch.padded_size(d)
+    size = decode.padded_size(d)
     few, many = (
-        (query._rotate_few_kernel, 4, 16, (size, 4, 16, True, True, False)),
-        (query._rotate_many_kernel, 32, 32, (min(32, size), 32, 32, True, True)),
+        (decode._rotate_few_kernel, 4, 16, (size, 4, 16, True, True, False)),
+        (decode._rotate_many_kernel, 32, 32, (min(32, size), 32, 32, True, True)),
     )
     for fn, block, columns, flags in (few, many):
         grid = -(-batch * rows // block), heads, -(-d // columns)
@@ -728,7 +710,7 @@ def test_mean_in_the_tensor_core_kernel(d, rotary, group, n, start, offset, page
     )
     pair = torch.rand(1, heads, 1, d, generator=g) + 0.5
     inv_freq = 500000.0 ** (-torch.arange(half) / half)
-    tables = query.AngleTables.of(inv_freq, 5000, page)
+    tables = decode.AngleTables.of(inv_freq, 5000, page)
     side = decode_mma.FormSide(d, 3)
     form = vars(decode_mma.decode_form(side, side, Q, page, rotary))
     G = SimpleNamespace(**{k: getattr(v, "value", v) for k, v in form.items()})
@@ -871,7 +853,7 @@ QUICK = [
     (dict(kernel="pre_rope"), 168, 0),
     (dict(kernel="transform", rows=32), 168, 0),
 ]
-SLOW = [
+REST = [
     *((dict(bits=[b, b], capability=80, regs=168), 168, 120) for b in (2, 3)),
     *((dict(d=d, rows=8, bits=[3, 3]), 255, 1300) for d in (96, 256)),
     *(
@@ -898,10 +880,12 @@ def compiled(limits):
     """Registers, spills and shared memory within limits, of heads of 512 channels within what
     every GPU from compute capability 8.0 on has; one process for all, without the
     interpreter."""
-    rows = ahead_of_time(*(case for case, *_ in limits), script="aot_decode.py")
+    rows = ahead_of_time(*(case for case, *_ in limits), of="decode", by="kernels.aot")
     assert len(rows) == len(limits)
     for row, (_, registers, spills) in zip(rows, limits):
-        assert row["registers"] <= registers or not triton.__version__.startswith(COUNTED), row
+        assert row["registers"] <= registers or not launch.triton.__version__.startswith(
+            COUNTED
+        ), row
         room = 48 if row.get("d", 128) <= 256 else 99
         assert row["spills"] <= spills and row["shared"] <= room * 1024, row
 
@@ -925,7 +909,7 @@ def test_a_warp_of_the_host_runs_the_kernel():
     """What is compiled for sm_90, an instruction at a time without a GPU: attention to codes in
     fp64, to int8's rounding. A kernel that does not wait for the last copy is far off."""
     early = WARP[0] | dict(early=True)
-    *rows, mutant = ahead_of_time(*WARP, early, script="warp_decode.py")
+    *rows, mutant = ahead_of_time(*WARP, early, by="kernels.warp_decode")
     assert len(rows) == len(WARP)
     for row in rows:
         out, lse, _ = row["error"]
@@ -939,11 +923,9 @@ def test_compiled_ahead_of_time():
 
 
 @needs_triton
-@mark.skipif(
-    not os.environ.get("TURBOQUANT_SLOW"), reason="a minute; TURBOQUANT_SLOW=1 runs it"
-)
+@mark.skipif(not SLOW, reason="a minute; TURBOQUANT_SLOW=1 runs it")
 def test_all_compiled_ahead_of_time():
-    compiled(SLOW)
+    compiled(REST)
 
 
 # ---- on a GPU

@@ -1,36 +1,42 @@
 """The fused encode kernel: in Triton's interpreter against the PyTorch path, and compiled ahead
 of time. Skipped without Triton."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 triton = pytest.importorskip("triton")
 import triton.language as tl
 
-from tests.helpers import SLOW, ahead_of_time, covering_pairs, random_frame
+from tests.helpers import (
+    DEVICE,
+    ONE_THREAD,
+    SLOW,
+    ahead_of_time,
+    covering_pairs,
+    needs_gpu,
+    random_frame,
+    refuses,
+    seeded,
+)
 from turboquant_nb.cache.clock import AppendOperands
 from turboquant_nb.cache.store import KVStore, append_by_host, row_tensors, tables_of
-from turboquant_nb.kernels import encode, encode as encode_launch, encode as kernel
+from turboquant_nb.kernels import encode
 from turboquant_nb.theory.transforms import HeadTransform, register_transform
 from turboquant_nb.kernels import viterbi  # noqa: F401 (importing registers its kernels)
 from turboquant_nb.quant.quantizer import Spec, decode
 from turboquant_nb.quant.recipe import Recipe, preset
 from turboquant_nb.testing import same
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = (
     1e-5 if DEVICE == "cpu" else 2e-5
 )  # rounding of a coordinate over its unit; edges nearer than this may go either way
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = ONE_THREAD
 
 
 def states(b, h, n, d, dtype=torch.bfloat16, seed=0, shift=0.0):
-    gen = torch.Generator().manual_seed(seed)
+    gen = seeded(seed)
     mean = torch.randn(b, h, 1, d, generator=gen) * shift
     return (
         (
@@ -103,7 +109,7 @@ def both(recipe, chunks, dtype=torch.bfloat16, ties=3e-3, **kwargs):
         KVStore(recipe, b, h, dk, dv, dtype, device=DEVICE, **kwargs) for _ in range(2)
     )
     for k, v in chunks:
-        kernel.append(fused, k, v)
+        encode.append(fused, k, v)
         plain_append(plain, k, v)
     agree(fused, plain, chunks, ties)
     return fused, plain
@@ -157,7 +163,7 @@ def test_latents():
     wrong = KVStore(recipe, 1, 1, 512, 64, torch.bfloat16, **more)
     cut = [(k * (torch.arange(512, device=k.device) < 480), v) for k, v in parts]
     for k, v in cut:
-        kernel.append(wrong, k, v)
+        encode.append(wrong, k, v)
     with pytest.raises(AssertionError):
         agree(wrong, fused, parts)
 
@@ -200,7 +206,7 @@ def test_pre_rope_mean(d, r, dtype, lengths):
         )
         for _ in range(2)
     )
-    for store, add in ((fused, kernel.append), (plain, plain_append)):
+    for store, add in ((fused, encode.append), (plain, plain_append)):
         store.set_range(start=torch.tensor([0, 9]))
         for k, v in parts:
             add(store, k, v)
@@ -248,7 +254,7 @@ def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
 
     static = lambda n: dict(static=True, max_length=n)
     each = []
-    for add, fixed in ((kernel.append, False), (kernel.append, True), (plain_append, False)):
+    for add, fixed in ((encode.append, False), (encode.append, True), (plain_append, False)):
         alone = coded(add, 1, 0, **static(n) if fixed else {})
         beside = coded(add, 4, 37, **static(n + 37) if fixed else {})
         for one, two in zip(alone, beside):
@@ -263,9 +269,7 @@ def test_a_prompt_has_its_codes_whoever_codes_it_and_beside_what(n, dtype):
 
 def transformed(heads, d, **kwargs):
     "A recipe whose keys have a matrix of their own in each head, none of them a rotation."
-    u, v = torch.linalg.qr(
-        torch.randn(2, heads, d, d, generator=torch.Generator().manual_seed(d))
-    )[0]
+    u, v = torch.linalg.qr(torch.randn(2, heads, d, d, generator=seeded(d)))[0]
     name = register_transform(HeadTransform.of(u * torch.linspace(0.3, 2, d) @ v)).name
     return Recipe(Spec(rotation=name, **kwargs), Spec(bits=2))
 
@@ -298,7 +302,7 @@ def test_maps_of_a_static_store():
     recipe, parts = transformed(2, 32, center="fixed"), chunks((70, 1, 1), b=2)
     fused, plain = both(recipe, parts, max_length=100, static=True)
     assert int(fused.clock.position) == int(plain.clock.position) == 72
-    with pytest.raises(ValueError, match="a transform of 2 heads cannot serve 3"):
+    with refuses("a transform of 2 heads cannot serve 3"):
         KVStore(recipe, 1, 3, 32, frame=frame_for(3, 32))
 
 
@@ -322,7 +326,7 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
         store.crop(3)
     assert plain.offset == 64
     for k, v in chunks((1, 40, 2), h=1, shift=2.0):
-        kernel.append(fused, k, v)
+        encode.append(fused, k, v)
         plain.append(k, v)
     assert codes_apart(fused, plain) < 1e-3
     right = plain.read()[0].float()[:, :, -20:-16]
@@ -333,7 +337,7 @@ def test_pre_rope_mean_after_evict_crop_and_growth():
 
 def captured(store, k, v):
     "What a captured step runs."
-    kernel._append_at(*AppendOperands.of(store, k, v))
+    encode._append_at(*AppendOperands.of(store, k, v))
 
 
 @pytest.mark.parametrize(
@@ -368,11 +372,11 @@ def test_where_the_device_counts(lengths, center, rotation):
         plain_append(plain, k, v)
     torch._dynamo.reset()
     compiled = (
-        [torch.compile(kernel.append, fullgraph=True, backend="eager")]
+        [torch.compile(encode.append, fullgraph=True, backend="eager")]
         if center == "pre_rope"
         else []
     )
-    for add in (kernel.append, captured, *compiled):
+    for add in (encode.append, captured, *compiled):
         store = make(True)
         places = [
             t.data_ptr() for t in (*row_tensors(store), store.clock.position, *tables_of(store))
@@ -396,29 +400,29 @@ def test_a_step_makes_room_and_stays_short(center, monkeypatch):
     more["frame"] = frame_for(2, 32, freq)
     store, plain = (KVStore(recipe, 1, 2, 32, **more) for _ in range(2))
     first, *steps = parts = chunks((64, 1, 2), b=1, shift=1.0)
-    kernel.append(store, *first)
-    kernel.append(plain, *first)
+    encode.append(store, *first)
+    encode.append(plain, *first)
     assert store.capacity == 64
     with monkeypatch.context() as patch:
 
         def full(*args, **kwargs):
             raise torch.OutOfMemoryError("full")
 
-        patch.setattr(kernel, "_make_room", full)
+        patch.setattr(encode, "_make_room", full)
         with pytest.raises(torch.OutOfMemoryError):
-            kernel.append(store, *steps[0])
+            encode.append(store, *steps[0])
     assert store.length == store.capacity == 64
     with monkeypatch.context() as patch:
-        patch.setattr(kernel, "append_by_host", lambda *args: pytest.fail("the long way"))
+        patch.setattr(encode, "append_by_host", lambda *args: pytest.fail("the long way"))
         for k, v in steps:
-            kernel.append(store, k, v)
+            encode.append(store, k, v)
     for k, v in steps:
         plain_append(plain, k, v)
     assert store.capacity > 64
     agree(store, plain, parts)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("center", ("fixed", "pre_rope"))
 def test_cuda_graph(center):
     "A replayed graph appends where the device counts, short and long."
@@ -437,15 +441,15 @@ def test_cuda_graph(center):
     )
     store, plain = make(True), make(False)
     first, *parts = chunks((100, 1, 1, 1, 70, 70, 70, 300, 300), b=2, dk=128, shift=1.0)
-    kernel.append(store, *first)
+    encode.append(store, *first)
     for n in (1, 70, 300):  # a captured step can compile nothing
         k, v = next(p for p in parts if p[0].shape[2] == n)
-        kernel.append(store, k, v)
+        encode.append(store, k, v)
         captured(store, k, v)
         store.crop(2 * n)
         here, graph = (k.clone(), v.clone()), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kernel.append(store, *here)
+            encode.append(store, *here)
         for part in (p for p in parts if p[0].shape[2] == n):
             for x, y in zip(here, part):
                 x.copy_(y)
@@ -472,7 +476,7 @@ def test_a_captured_step_that_does_not_fit():
         frame=frame_for(2, 32, freq),
     )
     x = states(1, 2, 100, 32)
-    kernel.append(store, x, x)
+    encode.append(store, x, x)
     captured(store, x[:, :, :3], x[:, :, :3])
     held = [t for part in store.parts for t in (*part.memory.planes, part.exact.sinks)]
     before = [t.clone() for t in held]
@@ -483,7 +487,7 @@ def test_a_captured_step_that_does_not_fit():
         int(store.clock.position) == 103
         and store.key.memory.numbers("scale", 102, 103).isnan().all()
     )
-    with pytest.raises(ValueError, match="more tokens than max_length"):
+    with refuses("more tokens than max_length"):
         store.sync()
     assert store.sync() == 103
     store.crop(2)
@@ -513,7 +517,7 @@ def test_codes_by_windows(key, value, d, center, scale, n, static):
     fused, plain = (KVStore(recipe, 2, 1, d, **kind, **more) for more in (room, {}))
     first, *parts = chunks((63, n, n), b=2, h=1, dk=d, dtype=torch.float32)
     for i, (k, v) in enumerate((first, *parts)):
-        (captured if static and i else kernel.append)(fused, k, v)
+        (captured if static and i else encode.append)(fused, k, v)
         plain_append(plain, k, v)
     x = [torch.cat(side, 2) for side in zip(first, *parts)]
     assert fused.sync() == plain.length == fused.length
@@ -540,12 +544,12 @@ def test_states_that_codes_by_windows_cannot_hold():
     )
     for bad in (float("nan"), float("inf"), 1e30):
         store = make()
-        kernel.append(store, *torch.randn(2, 1, 1, 9, 16, device=DEVICE))
+        encode.append(store, *torch.randn(2, 1, 1, 9, 16, device=DEVICE))
         x = torch.zeros(1, 1, 1, 16, device=DEVICE)
-        kernel.append(store, x, x)
+        encode.append(store, x, x)
         assert store.sync() == 10 and not store.coded("key", 9, 10).scale.any()
-        kernel.append(store, x, x.clone().fill_(bad))
-        with pytest.raises(ValueError, match="v"):
+        encode.append(store, x, x.clone().fill_(bad))
+        with refuses("v"):
             store.sync()
 
 
@@ -566,7 +570,7 @@ def test_evict_crop():
         store.crop(30)
         store.evict(100)
     for k, v in chunks((1, 50), shift=0):
-        kernel.append(fused, k, v)
+        encode.append(fused, k, v)
         plain.append(k, v)
     assert codes_apart(fused, plain) < 1e-4
 
@@ -592,13 +596,13 @@ BAD = (
 def test_refused_states_leave_the_store(n, wait):
     x = states(1, 2, n, 32, torch.float32)
     store = KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE)
-    kernel.append(store, x, x)
+    encode.append(store, x, x)
     before = [t.clone() for t in store.read()]
     for i, (bad, said) in enumerate(BAD):
         y = x.clone()
         y[0, 1, 3] = bad
-        with pytest.raises(ValueError, match=said):
-            kernel.append(store, *((x, y) if i % 2 else (y, x)), wait=wait)
+        with refuses(said):
+            encode.append(store, *((x, y) if i % 2 else (y, x)), wait=wait)
         assert store.length == n and all(
             torch.equal(a, b) for a, b in zip(before, store.read())
         )
@@ -619,16 +623,16 @@ def test_states_taken_without_waiting(n, wait, side, bad):
     x = states(1, 2, n, 32, torch.float32)
     store, waits = (KVStore(preset("k3v3"), 1, 2, 32, device=DEVICE) for _ in range(2))
     for s in (store, waits):
-        kernel.append(s, x[:, :, :8], x[:, :, :8])
-    kernel.append(waits, x, x, wait=True)
+        encode.append(s, x[:, :, :8], x[:, :, :8])
+    encode.append(waits, x, x, wait=True)
     y = x.clone()
     y[0, 1, 3] = bad
-    kernel.append(store, *((y, x) if side == 0 else (x, y)), wait=wait)
+    encode.append(store, *((y, x) if side == 0 else (x, y)), wait=wait)
     scale = store.parts[side].memory.numbers("scale", 0, n + 8)
     assert store.length == n + 8 and scale.isnan().nonzero().tolist() == [[0, 1, 11]]
     right = waits.parts[side].memory.numbers("scale", 0, n + 8)
     assert torch.equal(scale[~scale.isnan()], right[~scale.isnan()])
-    with pytest.raises(ValueError, match=("keys", "values")[side] + " that were"):
+    with refuses(("keys", "values")[side] + " that were"):
         store.sync()
     assert store.sync() == n + 8
 
@@ -641,11 +645,11 @@ def test_a_first_chunk_is_looked_at():
     )
     y = x.clone()
     y[0, 1, 3] = float("nan")
-    with pytest.raises(ValueError, match="k must be finite"):
-        kernel.append(store, y, x)
+    with refuses("k must be finite"):
+        encode.append(store, y, x)
     assert store.length == 0
-    kernel.append(store, y, x, wait=False)
-    with pytest.raises(ValueError, match="keys that were not finite"):
+    encode.append(store, y, x, wait=False)
+    with refuses("keys that were not finite"):
         store.sync()
 
 
@@ -653,7 +657,7 @@ def test_flags_without_checks():
     "The low-level call does not look at values; it says afterwards what was wrong, and where."
     store = KVStore(Recipe(Spec(), Spec(), 0, 0), 1, 2, 32, device=DEVICE, max_length=256)
     x = states(1, 2, 8, 32, torch.float32)
-    call = lambda k, v: encode_launch.encode_append(store, k, v, 0).tolist()
+    call = lambda k, v: encode.encode_append(store, k, v, 0).tolist()
     y, z = x.clone(), x.clone()
     y[0, 0, 0, 0], z[0, 0, 0, 0] = float("nan"), 3e6
     assert call(x, x) == [0, 0, 0, 0]
@@ -675,14 +679,12 @@ def test_flags_go_up_and_nothing_beside_them(way):
     n = {"whole tiles": 256, "parts of tiles": 200, "short": 16}[way]
     good, bad = states(1, 2, n, 32, torch.float32), torch.full((1, 2, n, 32), torch.nan)
     if way == "short":
-        kernel.append(store, good, good)
+        encode.append(store, good, good)
         store.flags = flags
-        kernel.append(store, bad.to(DEVICE), bad.to(DEVICE))
+        encode.append(store, bad.to(DEVICE), bad.to(DEVICE))
     else:
         first = 0 if n == 256 else 100
-        encode_launch.encode_append(
-            store, bad.to(DEVICE), bad.to(DEVICE), first, flags=flags[:4]
-        )
+        encode.encode_append(store, bad.to(DEVICE), bad.to(DEVICE), first, flags=flags[:4])
     assert flags.tolist() == [1, 1, 1, 1, 0, 0]
     assert (memory[:256] == 7).all() and (memory[262:] == 7).all()
 
@@ -694,9 +696,9 @@ def test_refusals():
         (preset("k3v3"), (64, None, torch.float64), "dtype"),
         (preset("k3v3"), (64, None, torch.bfloat16, DEVICE, 70000), "65535"),
     ):
-        reason = encode_launch.refuses(recipe, *args)
+        reason = encode.refuses(recipe, *args)
         assert why in reason
-    assert not encode_launch.refuses("k3v3", 64, device=DEVICE)
+    assert not encode.refuses("k3v3", 64, device=DEVICE)
 
 
 def test_bad_arguments():
@@ -705,18 +707,18 @@ def test_bad_arguments():
         recipe, 1, 2, 32, device=DEVICE, dtype=torch.bfloat16, **more
     )
     store, x = make("k3v3", max_length=256), states(1, 2, 4, 32)
-    with pytest.raises(ValueError, match="equally many tokens, got 4 and 3"):
-        encode_launch.encode_append(store, x, x[:, :, :3], 0)
-    with pytest.raises(ValueError, match="tokens must lie in .0, 256., got -1"):
-        encode_launch.encode_append(store, x, x, -1)
+    with refuses("equally many tokens, got 4 and 3"):
+        encode.encode_append(store, x, x[:, :, :3], 0)
+    with refuses("tokens must lie in .0, 256., got -1"):
+        encode.encode_append(store, x, x, -1)
     recipe, freq = pre_rope(32, 32)
     more = dict(max_length=512, inv_freq=freq, frame=frame_for(2, 32, freq))
     odd = make(replace(recipe, sinks=0, recent=0), **more)
     odd.cos_sin.table = odd.cos_sin.table[:256]
-    with pytest.raises(ValueError, match="for 304 positions; got 256"):
-        encode_launch.encode_append(odd, x, x, 300)
-    with pytest.raises(ValueError, match="cannot serve"):
-        kernel.append(make(Recipe(residual="prod")), x, x)
+    with refuses("for 304 positions; got 256"):
+        encode.encode_append(odd, x, x, 300)
+    with refuses("cannot serve"):
+        encode.append(make(Recipe(residual="prod")), x, x)
 
 
 # (what is compiled, most registers a thread, most bytes of spills a thread, most kB of shared
@@ -753,13 +755,13 @@ def test_addresses_are_those_of_the_tensors(monkeypatch):
     """What a compiled kernel is given is what Triton was given the first time, tensors as
     addresses."""
     store = KVStore("k4v3", 2, 2, 64, dtype=torch.bfloat16, device=DEVICE)
-    kernel.append(store, *states(2, 2, 10, 64).chunk(2, 2))
+    encode.append(store, *states(2, 2, 10, 64).chunk(2, 2))
     x, noted, launcher = states(2, 2, 1, 64), Noted(), encode._row_launcher
     monkeypatch.setattr(launcher, "kernel", noted)
     encode.shared_plan.cache_clear()
     store.changed()
     for _ in range(2):
-        kernel.append(store, x, x)
+        encode.append(store, x, x)
         store.length -= 1
     encode.shared_plan.cache_clear()  # it keeps what was compiled
     first, again = (dict(zip(launcher.places, args)) for args in noted.given)
@@ -774,7 +776,7 @@ def test_addresses_are_those_of_the_tensors(monkeypatch):
 @pytest.fixture(scope="module")
 def compiled():
     "What each variant uses, from one process that compiles."
-    return ahead_of_time(*(case for case, *_ in LIMITS), script="aot_encode.py")
+    return ahead_of_time(*(case for case, *_ in LIMITS), of="encode", by="kernels.aot")
 
 
 @pytest.mark.parametrize(
@@ -817,7 +819,7 @@ def _product_kernel(X, W0, W1, W2, OUT, XP: tl.constexpr, WP: tl.constexpr, WIDE
 def test_a_product_in_parts_has_all_its_terms():
     """x (w0 + w1 + w2) with x in three parts: dropping a product of the first two parts of x is
     seen, since the parts of w are alike in size."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded(0)
     w = [y.bfloat16() for y in torch.randn(3, 16, 16, generator=g).to(DEVICE)]
     whole = torch.randint(32, 64, (3, 16, 16), generator=g).double().to(DEVICE)
     a = [
@@ -839,13 +841,9 @@ def test_a_vector_of_zeros_has_scale_zero_in_the_kernel(scale):
     "`power / dot` is 0 / 0 there; the PyTorch path gives 0."
     recipe = Recipe(Spec(3, scale=scale), Spec(2, scale=scale), sinks=0, recent=0)
     store = KVStore(recipe, 1, 1, 32, dtype=torch.bfloat16, device=DEVICE)
-    x = (
-        torch.randn(1, 1, 5, 32, generator=torch.Generator().manual_seed(0))
-        .bfloat16()
-        .to(DEVICE)
-    )
+    x = torch.randn(1, 1, 5, 32, generator=seeded(0)).bfloat16().to(DEVICE)
     x[:, :, 2] = 0
-    kernel.append(store, x, x)
+    encode.append(store, x, x)
     store.sync()
     for name in ("key", "value"):
         scales = store.coded(name, 0, 5).scale.flatten()

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turboquant_nb.hf import TurboQuantCache
+from turboquant_nb import KVStore, Recipe, Spec, TurboQuantCache
 from turboquant_nb.cache import attention
 from turboquant_nb.cache.attention import Call
 from turboquant_nb.cache.budget import TieredStore, ladder
 from turboquant_nb.kernels import ops
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
-from turboquant_nb.cache.store import KVStore, tail_with
-from tests.helpers import attended_store, random_frame, seeded, tiny
+from turboquant_nb.cache.store import tail_with
+from tests.helpers import CUDA, DEVICE, attended_store, needs_triton, random_frame, seeded, tiny
 
-CUDA = torch.cuda.is_available()
+ON_A_CPU = pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
 # who serves a step on a processor: the compiled kernel, where there is a compiler
 ON_CPU = "torch" if ops.BACKENDS["cpu"].library.why else "cpu"
 
@@ -108,10 +106,9 @@ def test_long_chunks_are_the_reference(kind, call, start, dtype, block, monkeypa
     """Blocks joined by their log-sum-exps, over block borders, padding and window borders; rows
     that see nothing give 0 and -inf."""
     monkeypatch.setattr(ops, "BLOCK", 2 * 2 * 64 * block)
-    device = "cuda" if CUDA else "cpu"
     g = seeded()
-    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(device, dtype)
-    store = KVStore(KINDS[kind], 2, 2, 64, dtype=dtype, device=device, **around(kind))
+    new = lambda h, n: torch.randn(2, h, n, 64, generator=g).to(DEVICE, dtype)
+    store = KVStore(KINDS[kind], 2, 2, 64, dtype=dtype, device=DEVICE, **around(kind))
     store.set_range(start=torch.tensor(start))
     store.append(new(2, 300) + 3, new(2, 300))
     k, v, q = new(2, 70), new(2, 70), new(8, 70)
@@ -171,7 +168,7 @@ def test_an_answer_is_kept_and_given_up_when_it_no_longer_holds(monkeypatch):
     assert len(asked) == 4
 
 
-@pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
+@ON_A_CPU
 @pytest.mark.parametrize(
     "change, served",
     [
@@ -261,7 +258,7 @@ def test_every_backend_serves_starts_of_sequences_or_says_why_not(latent, n, giv
     assert {"auto", "torch"} <= served
 
 
-@pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
+@ON_A_CPU
 @pytest.mark.parametrize("n, window", ((1, None), (1, 40), (3, None), (3, 290), (3, 20)))
 def test_several_stores_are_served_each_by_its_best(n, window):
     "The codes of each by its kernel, what is exact by torch's attention, where there is some."
@@ -275,7 +272,7 @@ def test_several_stores_are_served_each_by_its_best(n, window):
     close(ops.attend(q, store, **rule), attention.attend(q, store, **rule))
 
 
-@pytest.mark.skipif(CUDA, reason="the stores lie on a CPU here")
+@ON_A_CPU
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
     "By look-up where a code has one table; fractions and signs by the reference."
@@ -287,14 +284,12 @@ def test_a_step_of_every_recipe_is_served_on_a_cpu(kind):
     close(ops.attend(q, store), attention.attend(q, store))
 
 
-@pytest.mark.skipif(
-    not CUDA and not ops.launch.is_interpreted(), reason="needs a GPU or Triton's interpreter"
-)
+@needs_triton
 def test_drafts_are_one_call_of_the_kernel(monkeypatch):
     """Each query reads its own recent tokens exactly, in one call for all of them, more than 16
     as well. The mutant is one exact token more."""
     g, calls, n = seeded(1), [], 18
-    store = KVStore(Recipe(recent=4), 1, 1, 64, device="cuda" if CUDA else "cpu")
+    store = KVStore(Recipe(recent=4), 1, 1, 64, device=DEVICE)
     store.append(*torch.randn(2, 1, 1, 40, 64, generator=g).to(store.device))
     q, k, v = (torch.randn(1, h, n, 64, generator=g).to(store.device) for h in (2, 1, 1))
     tail = tail_with(store, k, v)

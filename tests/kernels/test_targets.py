@@ -1,27 +1,25 @@
 """Which kernel serves which GPU, what compiles for one that is not there, and what plain
 PyTorch needs of a device."""
 
-import json
-import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import ahead_of_time, random_frame
-from turboquant_nb.cache.attention import Call, attend
-from turboquant_nb.cache.store import KVStore
-from turboquant_nb.kernels import encode, encode as encode_launch, launch, ops
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
-
-NOTEBOOK = Path(__file__).parents[2] / "nbs" / "reference/kernels_launch.ipynb"
-needs_triton = pytest.mark.skipif(
-    launch.triton.language is None, reason="Triton is not installed"
+from tests.helpers import (
+    ONE_THREAD,
+    SLOW,
+    ahead_of_time,
+    cells,
+    needs_gluon,
+    needs_triton,
+    source,
 )
-pytestmark = pytest.mark.usefixtures("one_thread")
+from turboquant_nb.cache.attention import Call
+from turboquant_nb import KVStore, Recipe, Spec
+from turboquant_nb.kernels import encode, encode as encode_launch, launch, ops
+
+pytestmark = ONE_THREAD
 
 
 @pytest.fixture
@@ -56,7 +54,7 @@ def test_where_no_kernel_can_run_the_reason_is_that_of_the_one_that_was_asked_fo
     assert launch.select_kernel(plan, device, "fragments") == (False, why)
 
 
-@needs_triton
+@needs_gluon
 @pytest.mark.parametrize("capability, fast", [((7, 5), False), ((8, 0), True), ((10, 0), True)])
 def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
     """From 8.0 on that for tensor cores; below it the portable one, by itself, with a reason;
@@ -65,10 +63,6 @@ def test_the_kernel_that_a_gpu_gets(gpu, capability, fast):
         gpu(capability),
         KVStore(Recipe(Spec(3), Spec(3)), 1, 2, 64, dtype=torch.float16),
     )
-    if launch.gluon.language is None:
-        pytest.skip(
-            "needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here"
-        )
     plan, why = (
         launch.store_plan(store),
         "tensor cores with asynchronous copies need compute capability 8.0",
@@ -128,67 +122,16 @@ def test_amd_gets_pytorch(gpu):
     ) == (True, "")
 
 
-class NoDouble(TorchDispatchMode):
-    "Apple's GPUs have no float64: no operator may take or give one."
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves((args, kwargs, out)):
-            assert not isinstance(x, torch.Tensor) or x.dtype not in (
-                torch.float64,
-                torch.complex128,
-            ), func
-        return out
-
-
-@pytest.mark.parametrize(
-    "recipe, dtype",
-    [
-        ("k3v3", torch.float16),
-        (Recipe(Spec(3, center="pre_rope"), Spec(2.5)), torch.bfloat16),
-        (Recipe(residual="prod"), torch.float32),
-        (Recipe(Spec(3, "haar", scale="unbiased"), Spec(4, codebook="uniform")), torch.float16),
-    ],
-)
-def test_plain_pytorch_needs_no_float64(recipe, dtype):
-    """Coding, reading and attention of a prompt and of steps, as on an Apple GPU; shared tables
-    are made by a first store, on the CPU. The mutant: a state in float64."""
-
-    def run():
-        more = dict(inv_freq=0.5 ** torch.arange(1.0, 17.0), frame=random_frame(2, 32, 32))
-        store = KVStore(recipe, 2, 2, 32, dtype=dtype, **more)
-        for n in (600, 1, 1, 5):
-            k, v = (
-                torch.randn(2, 2, n, 32, generator=torch.Generator().manual_seed(n)).to(dtype)
-                for _ in "kv"
-            )
-            store.append(k, v)
-            q = torch.ones(2, 4, min(n, 20), 32, dtype=dtype)
-            assert (
-                attend(q, store)[0].isfinite().all()
-                and attend(q, store, k, v)[0].isfinite().all()
-            )
-        store.crop(3), store.select([1, 0])
-        return store.read()[0]
-
-    run()
-    with NoDouble():
-        k = run()
-        with pytest.raises(AssertionError, match="aten"):
-            k.double()
-
-
 def compiled(jobs):
     "{(kernel, capability): what came of it}, from one process that compiles."
-    rows = ahead_of_time(*jobs, script="aot_targets.py")
+    rows = ahead_of_time(*jobs, by="kernels.aot_targets")
     return {(x["kernel"], x["capability"]): x for x in rows}
 
 
 def table():
     """{(kernel, capability): does it compile, and fit into the shared memory of a block?} of
     the page."""
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    (text,) = [t for c in cells if "| compiles for |" in (t := "".join(c["source"]))]
+    (text,) = [t for t in map(source, cells("kernels_launch")) if "| compiles for |" in t]
     rows = [
         [x.strip() for x in line.strip("| ").split("|")]
         for line in text.splitlines()
@@ -203,11 +146,7 @@ def table():
     }
 
 
-@needs_triton
-@pytest.mark.skipif(
-    launch.gluon.language is None,
-    reason="needs Triton 3.6 for the kernel of tensor cores, of a GPU that is not here",
-)
+@needs_gluon
 def test_what_compiles_is_what_the_page_says():
     """All of it with TURBOQUANT_SLOW=1; what a T4 needs always, and the tensor-core kernel for
     each generation, which is not for a T4."""
@@ -215,10 +154,9 @@ def test_what_compiles_is_what_the_page_says():
     assert {t for _, t in said} == {75, 80, 86, 89, 90, 100, 120} and len(said) == 7 * len(
         {k for k, _ in said}
     )
-    slow = bool(os.environ.get("TURBOQUANT_SLOW"))
     jobs = (
         list(said)
-        if slow
+        if SLOW
         else [
             *((name, 75) for name in ("decode, portable", "join of parts")),
             *(("decode, tensor cores", target) for target in (75, 80, 89, 90, 100, 120)),

@@ -1,29 +1,30 @@
 """A trellis code's symbols by the kernel against `Trellis.encode`, bit for bit, and its levels
 by windows against `Code.levels`: in Triton's interpreter, on a GPU where there is one."""
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-
-from tests.helpers import SLOW, ahead_of_time, covering_pairs
-from turboquant_nb.cache.store import KVStore
-from turboquant_nb.kernels import ops, viterbi
+from tests.helpers import (
+    DEVICE,
+    ONE_THREAD,
+    SLOW,
+    ahead_of_time,
+    covering_pairs,
+    needs_gpu,
+    needs_triton,
+    refuses,
+    seeded,
+)
+from turboquant_nb import KVStore, Recipe, Spec
+from turboquant_nb.kernels import ops
 from turboquant_nb.kernels.blocks import KernelBlocks
 from turboquant_nb.kernels.viterbi import find_symbols
 from turboquant_nb.quant import codes
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 from turboquant_nb.theory.trellis import TRELLISES
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-pytestmark = pytest.mark.usefixtures("one_thread")
-needs_triton = pytest.mark.skipif(viterbi.triton.language is None, reason="needs Triton")
+pytestmark = ONE_THREAD
 
 
 def symbols(code, x, programs, block=32):
@@ -43,7 +44,7 @@ def symbols(code, x, programs, block=32):
 
 def rows(count, n, seed=0):
     "Gaussian vectors with a zero vector, a constant one and an outlier among them."
-    x = torch.randn(count, n, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(count, n, generator=seeded(seed))
     x[0], x[1], x[2, 3] = 0.0, 1.0, 1e4
     return x
 
@@ -82,17 +83,17 @@ def test_bad_values_and_bad_shapes():
     tables = code.table.to(DEVICE), code.table[code.index].to(DEVICE), 1
     assert [len(y) for y in find_symbols(code, x[:0].to(DEVICE), *tables)] == [0, 0, 0]
     for other, n in ((code, 12), (replace(code, segment=8), 16)):
-        with pytest.raises(ValueError, match="whole vectors of a multiple of 8 channels"):
+        with refuses("whole vectors of a multiple of 8 channels"):
             find_symbols(other, torch.zeros(1, n, device=DEVICE), *tables)
 
 
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@needs_gpu
 def test_a_gpu_takes_the_kernel_by_itself(monkeypatch):
     calls = []
     monkeypatch.setitem(codes.KERNELS, "encode", lambda *a: calls.append(1) or find_symbols(*a))
     side = Spec(2, codebook="trellis")
     store, host = (KVStore(Recipe(side, side), 1, 2, 64, device=x) for x in ("cuda", "cpu"))
-    x = torch.randn(2, 1, 2, 90, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 1, 2, 90, 64, generator=seeded(0))
     ops.append(store, *x.cuda())
     host.append(*x)
     assert len(calls) == 2
@@ -106,7 +107,7 @@ def test_levels_by_windows(bits, sizes):
     d, tile = sizes
     side = Spec(bits, codebook="trellis")
     held = KVStore(Recipe(side, side, 0, 0), 2, 1, d, device=DEVICE, tile=tile)
-    x = torch.randn(2, 2, 1, tile + 21, d, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 2, 1, tile + 21, d, generator=seeded(0))
     held.append(*x.to(DEVICE))
     for name in ("key", "value"):
         got, scale = KernelBlocks().vectors(held, name, 5, tile + 20)
@@ -115,18 +116,18 @@ def test_levels_by_windows(bits, sizes):
         assert torch.equal(scale, coded.scale.float())
 
 
-LIMITS = [  # arguments of `build`, registers a thread, KB of shared memory
-    (dict(kernel="viterbi", bits=2, codebook="trellis"), 128, 0),
-    (dict(kernel="viterbi", bits=3, codebook="trellis"), 96, 0),
-    (dict(kernel="few", bits=2, codebook="trellis"), 72, 0),
-    (dict(kernel="few", bits=1, codebook="trellis"), 72, 0),
+LIMITS = [  # what `aot_viterbi` compiles, registers a thread, KB of shared memory
+    (dict(kernel="prompt", bits=2, codebook="trellis"), 128, 0),
+    (dict(kernel="prompt", bits=3, codebook="trellis"), 96, 0),
+    (dict(kernel="step", bits=2, codebook="trellis"), 72, 0),
+    (dict(kernel="step", bits=1, codebook="trellis"), 72, 0),
 ]
 LIMITS = LIMITS if SLOW else LIMITS[::2]
 
 
 @needs_triton
 def test_compiled_ahead_of_time():
-    rows = ahead_of_time(*(case for case, *_ in LIMITS), script="aot_viterbi.py")
+    rows = ahead_of_time(*(case for case, *_ in LIMITS), of="viterbi", by="kernels.aot")
     for used, (_, registers, shared) in zip(rows, LIMITS, strict=True):
         assert used["registers"] <= registers and not used["stack"], used
         assert used["shared"] <= shared * 1024, used

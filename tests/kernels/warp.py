@@ -176,7 +176,7 @@ class Warp:
         return do
 
     def __getattr__(self, name):
-        ways = dict(add=np.add, sub=np.subtract, max=np.fmax, min=np.fmin)
+        ways = dict(add=np.add, max=np.fmax, min=np.fmin)
         ways |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
         ways |= dict(div=divided, rem=lambda a, b: a - b * divided(a, b))
         if name.startswith("do_") and name[3:] in ways:
@@ -186,6 +186,12 @@ class Warp:
         if name.startswith("do_") and name[3:] in ways:
             return self.unary(ways[name[3:]])
         raise AttributeError(name)
+
+    def do_sub(self, how, o, active):
+        if how[-1] != "f16x2":
+            return self.binary(np.subtract)(how, o, active)
+        a, b = (self.value(x, "u32").view(np.float16) for x in o[1:3])
+        self.put(o[0], (a - b).view(np.uint32), active)
 
     def do_mul(self, how, o, active):
         kind = how[-1]
@@ -440,3 +446,16 @@ def product(a, b, how):
 def run(text: str, params: list, programs: int, memory: Memory, shared: int) -> int:
     "All programs of a kernel, one after the other; how many instructions they took."
     return sum(Warp(text, params, i, memory, shared).run() for i in range(programs))
+
+
+def run_inline(text: str, inputs: list, outputs: int = 8) -> list:
+    "The PTX of an expression on words of whole warps: inputs $8, $9, … give $0 … $7."
+    shape = np.broadcast_shapes(*map(np.shape, inputs))
+    lanes = [np.broadcast_to(x, shape).reshape(-1, 32).astype(np.uint64) for x in inputs]
+    found = []
+    for held in zip(*lanes):
+        warp = Warp(f".entry {{{text} ret;}}", [], 0, Memory(), 0)
+        warp.held = {f"${outputs + i}": x for i, x in enumerate(held)}
+        warp.run()
+        found.append([warp.held[f"${i}"] for i in range(outputs)])
+    return [np.concatenate(x).astype(np.uint32).reshape(shape) for x in zip(*found)]

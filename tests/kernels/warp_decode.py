@@ -6,23 +6,19 @@ import inspect
 import json
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path[:0] = map(str, (Path(__file__).parent, Path(__file__).parents[2]))
-import warp
-from aot_decode import compiled
 from tests.helpers import random_frame
+from tests.kernels import warp
+from tests.kernels.aot_decode import compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from turboquant_nb.cache.attention import Call
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb import KVStore, Recipe, Spec
 from turboquant_nb.kernels import decode, decode_mma, launch
 from turboquant_nb.kernels.encode import DeviceProperties, Launch
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
 
 NAMES = {
     torch.float32: "fp32",

@@ -8,10 +8,9 @@ import torch
 
 from tests.helpers import random_frame, random_transform, refuses
 from turboquant_nb.cache.disk import state_of, store_of
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb import KVStore, Recipe, Spec, preset
 from turboquant_nb.quant.calibration import LayerFrame
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import PRESETS, Recipe, as_recipe, preset
+from turboquant_nb.quant.recipe import PRESETS, as_recipe
 from turboquant_nb.testing import same
 
 

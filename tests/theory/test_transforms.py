@@ -4,10 +4,9 @@ had its name, and refusals."""
 import pytest
 import torch
 
-from turboquant_nb.cache.store import KVStore
+from turboquant_nb import KVStore, Recipe, Spec
 from turboquant_nb.quant import quantizer
-from turboquant_nb.quant.quantizer import Quantizer, Spec, decided
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb.quant.quantizer import Quantizer, decided
 from turboquant_nb.testing import same
 from turboquant_nb.theory import transforms
 from turboquant_nb.theory.codebook import from_levels

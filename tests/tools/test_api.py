@@ -2,21 +2,18 @@
 
 import ast
 import importlib
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 import turboquant_nb
+from tests.helpers import cells, source
 from turboquant_nb import _modidx, esm, hf
 from turboquant_nb.vllm import step
 
-ROOT = Path(__file__).resolve().parents[2]
-CELLS = json.loads((ROOT / "nbs/reference/api.ipynb").read_text(encoding="utf-8"))["cells"]
-SOURCES = [(c["cell_type"], "".join(c["source"])) for c in CELLS]
-CODE = [s for kind, s in SOURCES if kind == "code"]
-PROSE = "\n\n".join(s for kind, s in SOURCES if kind == "markdown")
+CODE = [*map(source, cells("api", "code"))]
+PROSE = "\n\n".join(map(source, cells("api", "markdown")))
 EXAMPLES = "\n".join(s for s in CODE if "#|" not in s)
 
 
@@ -24,9 +21,9 @@ EXAMPLES = "\n".join(s for s in CODE if "#|" not in s)
 def page():
     "What the cells that make the entries define, and the Markdown that they show."
     space, out = {}, []
-    for source in CODE:
-        if "#|" in source and "eval: false" not in source:
-            *body, last = ast.parse(source).body
+    for text in CODE:
+        if "#|" in text and "eval: false" not in text:
+            *body, last = ast.parse(text).body
             exec(compile(ast.Module(body, []), "api", "exec"), space)
             if isinstance(last, ast.Expr):
                 out.append(eval(compile(ast.Expression(last.value), "api", "eval"), space).data)

@@ -1,21 +1,11 @@
 """The book's own promises: each box of the example stands in the chapter that the front page
 names, made by a cell; each problem of a part has an answer that is computed and checked."""
 
-import json
 import re
-from pathlib import Path
 
-NBS = Path(__file__).resolve().parents[2] / "nbs"
+from tests.helpers import ROOT, cells, source
+
 HEAD = "## The 8B example"
-
-
-def cells(name):
-    (path,) = NBS.rglob(f"{name}.ipynb")
-    return json.loads(path.read_text(encoding="utf-8"))["cells"]
-
-
-def source(cell):
-    return "".join(cell["source"])
 
 
 def boxes(found):
@@ -30,7 +20,7 @@ def boxes(found):
 def test_the_front_page_names_the_chapters_with_a_box():
     page = "\n".join(source(c) for c in cells("book"))
     named = re.findall(r"^\| \[\w+\]\((?:\w+/)?(\w+)\.ipynb#the-8b-example\)", page, re.M)
-    found = {p.stem: list(boxes(cells(p.stem))) for p in NBS.rglob("*.ipynb")}
+    found = {p.stem: list(boxes(cells(p.stem))) for p in (ROOT / "nbs").rglob("*.ipynb")}
     assert sorted(named) == sorted(name for name, shown in found.items() if shown)
     assert 8 <= len(named) <= 12
     for name in named:

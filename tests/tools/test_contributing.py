@@ -8,10 +8,10 @@ import check
 import pytest
 
 import turboquant_nb
-
+from tests.helpers import ROOT
 from turboquant_nb import _modidx
 
-ROOT, PACKAGE = Path(__file__).parents[2], Path(turboquant_nb.__file__).parent
+PACKAGE = Path(turboquant_nb.__file__).parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 QUESTIONS = re.findall(r"^- \*(.+?\?)\* (.+)$", TEXT, re.M)
 

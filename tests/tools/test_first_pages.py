@@ -3,31 +3,24 @@ and every measured number of it is printed by a cell that reads a file of result
 measured sentence of the guide is put together here from those files."""
 
 import importlib
-import json
 import re
 from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
+import check
+import make_readme
+import notebooks as notebook_tools
 import pytest
 import torch
 
+from tests.helpers import ROOT, cells, source
 from turboquant_nb import KVStore, Recipe, preset, results
 from turboquant_nb.cli import app as inputs
 from turboquant_nb.quant.calibration import LayerFrame
 from turboquant_nb.quant.recipe import PRESETS
 
-ROOT = Path(__file__).resolve().parents[2]
-import check
-import make_readme
-import notebooks as notebook_tools
-
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-INDEX, GUIDE = (
-    json.loads((ROOT / "nbs" / f"{name}.ipynb").read_text(encoding="utf-8"))
-    for name in ("index", "guide")
-)
 
 # Numbers that are no measurements: what each is. A measured number has no place here; it is
 # printed by a cell.
@@ -56,7 +49,7 @@ def outputs():
     """What cells of the index print, as README shows it: held to the files of results by
     scripts/tools/test_notebooks.py."""
     site = notebook_tools.site_address(notebook_tools.settings(ROOT)).rstrip("/")
-    for cell in INDEX["cells"]:
+    for cell in cells("index"):
         for out in cell.get("outputs", []):
             for text in (out.get("text", ""), out.get("data", {}).get("text/markdown", "")):
                 yield make_readme.markdown_cell("".join(text), site)
@@ -76,13 +69,13 @@ def unaccounted(text):
 
 def test_the_bars_are_what_the_files_say():
     "The cell that draws them is given numbers of results/, and none is typed in."
-    cells = ["".join(c["source"]) for c in INDEX["cells"] if c["cell_type"] == "code"]
-    (load,) = (x for x in cells if "FILES = {" in x)
+    code = [source(c) for c in cells("index", "code")]
+    (load,) = (x for x in code if "FILES = {" in x)
     space = {"results": importlib.import_module("turboquant_nb.results")}
-    code = load.replace('"../results/', f'"{ROOT}/results/').replace("#| hide", "")
-    exec(compile(code, "index", "exec"), space)
+    load = load.replace('"../results/', f'"{ROOT}/results/').replace("#| hide", "")
+    exec(compile(load, "index", "exec"), space)
     assert [f"{x / 1e9:.1f}" for x in space["held"].values()] == ["34.6", "9.0", "6.8"]
-    (draw,) = (x for x in cells if "def bars(" in x)
+    (draw,) = (x for x in code if "def bars(" in x)
     drawn = draw[draw.index("panels = [") : draw.index("tall = [")]
     typed = {*numbers(re.sub(r"\{[^{}]*\}", "", drawn))}
     assert typed <= {"8", "32,768", "8,192", "8,192,", "48", "1.5"}, typed
@@ -315,10 +308,8 @@ def questions():
 
 def usual_trade():
     "As page 97b prints it, which is held to its files by scripts/tools/test_notebooks.py."
-    page = json.loads((ROOT / "nbs/measured/agreement.ipynb").read_text(encoding="utf-8"))
-    told = "".join(
-        x for c in page["cells"] for o in c.get("outputs", []) for x in o.get("text", "")
-    )
+    shown = (o for c in cells("agreement", "code") for o in c["outputs"])
+    told = "".join(x for o in shown for x in o.get("text", ""))
     said = r"^(\S+B): of (\S+) questions k3v3 changes \d+ and loses (-?\d+) net"
     found = re.findall(said, told, re.M)
     assert [model for model, *_ in found] == ["1.5B", "0.5B"]
@@ -420,11 +411,7 @@ def sentences(made):
     return list(made())
 
 
-GUIDE_TEXT = re.sub(
-    r"\]\([^)]*\)",
-    "]",
-    "\n".join("".join(c["source"]) for c in GUIDE["cells"] if c["cell_type"] == "markdown"),
-)
+GUIDE_TEXT = re.sub(r"\]\([^)]*\)", "]", "\n".join(map(source, cells("guide", "markdown"))))
 
 
 @pytest.mark.parametrize("made", MEASURED, ids=lambda f: f.__name__)
@@ -481,10 +468,7 @@ def test_every_other_number_of_the_guide_is_a_name_or_a_setting():
 
 def test_serve_says_what_a_model_without_means_loses():
     "Perplexity on codes alone, without a calibration: of both models under both protocols."
-    text = "".join(
-        "".join(c["source"])
-        for c in json.loads((ROOT / "nbs/serve.ipynb").read_text(encoding="utf-8"))["cells"]
-    )
+    text = "".join(map(source, cells("serve")))
     plain = dict(mean="none", recent=0, first=0, transforms=False, recipe="k3v3")
     lost = {
         name: [

@@ -1,14 +1,13 @@
 "The page of formulas shows each one as its chapter does, and names what computes it."
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import cells, source
 from turboquant_nb import _modidx
 
-NBS = Path(__file__).resolve().parents[2] / "nbs"
 ROW = re.compile(
     r"\| .+?<br>\$(.+)\$ \| \[\((\d+(?:\.\d+)?)\)\]\((\S+?)\)"
     r"(?:<br>\[<code>(\w+)</code>\]\(\S+\))? \|"
@@ -16,8 +15,7 @@ ROW = re.compile(
 
 
 def prose(page):
-    cells = json.loads((NBS / page).read_text(encoding="utf-8"))["cells"]
-    return "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    return "\n\n".join(map(source, cells(Path(page).stem, "markdown")))
 
 
 def plain(formula):

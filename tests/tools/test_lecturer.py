@@ -1,32 +1,26 @@
 """The lecturer's sheet lists the exercises that there are: all of the chapters of a lecture,
 and none that is not."""
 
-import json
 import re
 from functools import lru_cache
-from pathlib import Path
 
+from tests.helpers import cells, source
 
-NBS = Path(__file__).parents[2] / "nbs"
 LISTED = re.compile(r"^\| \[\w+\]\((?:\w+/)?(\w+)\.ipynb#exercises\)\.(\d+) \|", re.M)
 
 
 @lru_cache
-def cells(name):
+def texts(name):
     "The markdown cells of a notebook."
-    return [
-        "".join(c["source"])
-        for c in json.loads(next(NBS.rglob(f"{name}.ipynb")).read_text())["cells"]
-        if c["cell_type"] == "markdown"
-    ]
+    return [*map(source, cells(name, "markdown"))]
 
 
 @lru_cache
 def exercises(name):
     "The numbers of a chapter's exercises."
-    at = [i for i, s in enumerate(cells(name)) if s.startswith("## Exercises")]
+    at = [i for i, s in enumerate(texts(name)) if s.startswith("## Exercises")]
     return (
-        [int(m[1]) for s in cells(name)[at[0] :] if (m := re.match(r"\*\*(\d+)\.\*\*", s))]
+        [int(m[1]) for s in texts(name)[at[0] :] if (m := re.match(r"\*\*(\d+)\.\*\*", s))]
         if at
         else []
     )
@@ -62,6 +56,6 @@ def unlisted(sheet):
 
 
 def test_sheet_lists_the_exercises_of_its_chapters():
-    found = list(lectures(cells("lecturer")))
+    found = list(lectures(texts("lecturer")))
     assert len(found) == 8 and all(chapters and listed for chapters, listed in found)
-    assert not list(unlisted(cells("lecturer")))
+    assert not list(unlisted(texts("lecturer")))

@@ -3,17 +3,15 @@ use, and the field above it finds them however they are spelt."""
 
 import json
 import re
-from pathlib import Path
 
+import preview_docs as preview
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-import preview_docs as preview
+from tests.helpers import ROOT, cells
 
-CELLS = json.loads((ROOT / "nbs" / "architectures.ipynb").read_text(encoding="utf-8"))["cells"]
 (PAGE,) = (
     html
-    for c in CELLS
+    for c in cells("architectures")
     for out in c.get("outputs", [])
     if "tq-models" in (html := "".join(out.get("data", {}).get("text/html", "")))
 )

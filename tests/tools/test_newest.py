@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import ROOT, source
+from tests.helpers import cells as cells_of
 from turboquant_nb import results
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="results/ is not beside the tests")
 KNOWN = json.loads((RESULTS / "newest.json").read_text("utf-8")) if RESULTS.exists() else {}
@@ -62,10 +63,9 @@ def named(
 
 
 def cells(notebook):
-    for cell in json.loads((ROOT / notebook).read_text(encoding="utf-8"))["cells"]:
-        source = "".join(cell["source"])
-        if cell["cell_type"] == "code" and cell["id"] not in EXAMPLES:
-            yield cell["id"], source
+    for cell in cells_of(Path(notebook).stem, "code"):
+        if cell["id"] not in EXAMPLES:
+            yield cell["id"], source(cell)
 
 
 def asked(source):

@@ -5,11 +5,11 @@ import copy
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers import ROOT
+
 pytest.importorskip("nbdev")
 import check
 import test_notebooks as tool

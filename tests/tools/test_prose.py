@@ -4,14 +4,13 @@ that the site explains, and a name in backticks leads to the page that it means.
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from nbdev.doclinks import _re_backticks
 
+from tests.helpers import ROOT, cells, source
 from turboquant_nb import _modidx
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {p.stem: p for p in sorted((ROOT / "nbs").rglob("*.ipynb"))}
 CHECKED = (
     "02_ten_minutes 04_codebook 05_rotation 06_rope 07_qjl 08_transforms 09_rates "
@@ -40,11 +39,6 @@ ELSEWHERE = {
 NUMBER = re.compile(r"(?<![\w.,])(\d{1,3}(?:,\d{3})+|\d*\.\d+|\d+)(?:\s?(%))?")
 
 
-def cells(name, kind):
-    notebook = json.loads(PAGES[name].read_text(encoding="utf-8"))
-    return [c for c in notebook["cells"] if c["cell_type"] == kind]
-
-
 def prose(text):
     "Without formulas, code, addresses and numbers of papers."
     text = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$]*\$", "", text, flags=re.S)
@@ -67,7 +61,7 @@ def shown(name):
     "All numbers that code cells of a page print, or hold outside of comments."
     text = []
     for c in cells(name, "code"):
-        text.append(re.sub(r"#.*", "", "".join(c["source"])))
+        text.append(re.sub(r"#.*", "", source(c)))
         for out in c.get("outputs", []):
             text += out.get("text", []), out.get("data", {}).get("text/markdown", [])
     return numbers("\n".join("".join(x) for x in text))
@@ -88,7 +82,7 @@ def agrees(number, pool):
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_number_in_prose_is_one_that_a_cell_shows(name):
     pool, known = shown(name), ELSEWHERE.get(name, set())
-    said = [x for c in cells(name, "markdown") for x in measured("".join(c["source"]))]
+    said = [x for c in cells(name, "markdown") for x in measured(source(c))]
     assert [x for x in said if x not in known and not agrees(x, pool)] == []
     assert [x for x in known if x not in said or agrees(x, pool)] == []  # no exception too many
 
@@ -103,7 +97,7 @@ def test_no_word_of_the_glossary_stands_in_a_formula():
         for name in PAGES
         for c in cells(name, "markdown")
         for formula in re.findall(
-            r"\$\$.*?\$\$", re.sub(r"```.*?```", "", "".join(c["source"]), flags=re.S), re.S
+            r"\$\$.*?\$\$", re.sub(r"```.*?```", "", source(c), flags=re.S), re.S
         )
         if word.search(formula)
     }
@@ -156,7 +150,7 @@ def test_a_name_in_backticks_leads_to_what_it_means():
     home = homes()
     assert list(wrong_links("generate", "calls of `generate()`", home)) == ["generate"]
     assert list(wrong_links("generate", "calls of `model.generate()`", home)) == []
-    text = {x: "\n\n".join("".join(c["source"]) for c in cells(x, "markdown")) for x in PAGES}
+    text = {x: "\n\n".join(map(source, cells(x, "markdown"))) for x in PAGES}
     for x in PAGES:  # what a cell shows as Markdown is linked, too
         shown = (o.get("data", {}) for c in cells(x, "code") for o in c.get("outputs", ()))
         text[x] += "\n\n".join("".join(data.get("text/markdown", "")) for data in shown)

@@ -3,18 +3,16 @@ pictures are those of the repository."""
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import constants
 
+from tests.helpers import ROOT, cells, source
 from notebooks import settings, site_address
 from turboquant_nb.evaluation.models import load_model
 
-ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-GUIDE = json.loads((ROOT / "nbs" / "guide.ipynb").read_text(encoding="utf-8"))
 PROGRAM, PRINTED = re.search(
     r"^```python\n(.*?)^```\n\n```\n(.*?)^```", README, re.M | re.S
 ).groups()
@@ -45,8 +43,7 @@ def test_the_program_prints_what_stands_under_it(hub, capsys):
 
 def test_the_guide_begins_with_the_same_program():
     "As a cell that runs on Colab, with the same lines under it."
-    cells = [c for c in GUIDE["cells"] if c["cell_type"] == "code"]
-    (cell,) = (c for c in cells if PROGRAM.strip() in "".join(c["source"]))
+    (cell,) = (c for c in cells("guide", "code") if PROGRAM.strip() in source(c))
     assert "".join(cell["outputs"][0]["text"]) == PRINTED
 
 

@@ -3,14 +3,13 @@ commit, and the files of this repository obey."""
 
 import subprocess
 from argparse import ArgumentParser
-from pathlib import Path
 
 import pytest
 
+from tests.helpers import ROOT, refuses
 from turboquant_nb import results
 from turboquant_nb.results import Tree
 
-ROOT = Path(__file__).resolve().parents[2]
 A, B, C = (x * 40 for x in "abc")
 FIXED = ({"cmd": "none needed", "passed": True}, {"id": "none"}, {"id": "none", "n": 0}, [0])
 
@@ -73,7 +72,7 @@ def test_what_can_change_a_number_is_dirty_and_named(repo, name, known):
     (repo / name).write_text("2")
     assert results.tree().changes == ((" M " if known else "?? ") + name,)
     record = results.record("example", [{"bits": 3}], *FIXED)
-    with pytest.raises(ValueError, match=f"uncommitted changes .*{name}"):
+    with refuses(f"uncommitted changes .*{name}"):
         results.save(record, repo / "results" / "b.json")
     assert not (repo / "results" / "b.json").exists()
     if not known:  # mutant: git's tracked files alone, as this was counted before
@@ -158,7 +157,7 @@ def test_nobody_speaks_where_git_does(repo, monkeypatch):
 def test_a_copy_without_history(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "_HERE", str(tmp_path))
     monkeypatch.setattr(results, "_git", lambda *a: None)
-    with pytest.raises(ValueError, match="no commit"):
+    with refuses("no commit"):
         results.tree()
     monkeypatch.setenv("TURBOQUANT_COMMIT", A)
     assert results.tree().changes  # nobody says that it is clean
@@ -167,7 +166,7 @@ def test_a_copy_without_history(tmp_path, monkeypatch):
         assert (not results.tree().changes) == clean
     for short in ("1234567", A[:39], A + "a", A.upper()):
         monkeypatch.setenv("TURBOQUANT_COMMIT", short)
-        with pytest.raises(ValueError, match="40 hex"):
+        with refuses("40 hex"):
             results.tree()
 
 
@@ -185,7 +184,7 @@ def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
     assert "commits aaaaaaaa, bbbbbbbb, cccccccc, 2026-01-01 to " in results.stamp(third)
     assert "commit aaaaaaaa, 2026-01-01;" in results.stamp(third, third["rows"][:1])
     bare = [{k: v for k, v in r.items() if k != "commit"} for r in third["rows"]]
-    with pytest.raises(ValueError, match="carries its commit"):  # others: page results
+    with refuses("carries its commit"):  # others: page results
         results.check(third | {"rows": bare})
 
 
@@ -194,22 +193,22 @@ def test_rows_of_an_earlier_run_keep_their_commit(tmp_path):
 )
 def test_rows_of_another_machine_or_torch_are_not_extended(tmp_path, other):
     results.save(example(**other), tmp_path / "a.json")
-    with pytest.raises(ValueError, match="must have one"):
+    with refuses("must have one"):
         results.earlier(tmp_path / "a.json")
 
 
 def test_drafts_are_not_extended_or_joined(tmp_path):
     results.save(example(), tmp_path / "a.json")
     results.save(example(), tmp_path / "b.json", draft=True)
-    with pytest.raises(ValueError, match="is a draft"):
+    with refuses("is a draft"):
         results.earlier(tmp_path / "b.json")
-    with pytest.raises(ValueError, match="is a draft"):
+    with refuses("is a draft"):
         results.joined([tmp_path / "a.json", tmp_path / "b.json"])
-    with pytest.raises(ValueError, match="is a draft"):
+    with refuses("is a draft"):
         results.check(results.joined([tmp_path / "b.json", tmp_path / "a.json"], draft=True))
     loose = results.record("example", [{"bits": 3}], *FIXED, Tree(B, (" M scripts/x.py",)))
     results.save(loose, tmp_path / "b.json", draft=True)
-    with pytest.raises(ValueError, match="uncommitted"):
+    with refuses("uncommitted"):
         results.check(results.joined([tmp_path / "a.json", tmp_path / "b.json"], draft=True))
 
 
@@ -228,7 +227,7 @@ def test_parts_that_differ_in_more_than_rows_are_not_joined(tmp_path, other):
     results.save(example(B), tmp_path / "b.json")
     assert results.joined([tmp_path / "a.json", tmp_path / "b.json"])["commits"] == [A, B]
     results.save(example(**other), tmp_path / "b.json")
-    with pytest.raises(ValueError, match="must have one"):
+    with refuses("must have one"):
         results.joined([tmp_path / "a.json", tmp_path / "b.json"])
 
 

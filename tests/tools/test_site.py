@@ -6,12 +6,12 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 import finish_pages
 import preview_docs as preview
+import pytest
 import search_names
+
+from tests.helpers import ROOT, refuses
 
 LONG = "\n".join(f"x{i} = {i}" for i in range(40))
 TABLE = (
@@ -242,7 +242,7 @@ def test_without_npm_the_layout_is_plain_and_ci_stops(tmp_path, monkeypatch, cap
     assert said.startswith("Pages have a plain layout, that of Quarto needs npm: ")
     assert "No such file or directory: 'npm'" in said
     monkeypatch.setenv("CI", "true")
-    with pytest.raises(SystemExit, match="The layout of Quarto needs npm"):
+    with refuses("The layout of Quarto needs npm", SystemExit):
         preview.quarto_shell(tmp_path)
     assert list((tmp_path / "build").iterdir()) == []
 
@@ -349,7 +349,7 @@ def test_a_finished_page_asks_no_other_host(tmp_path):
     (tmp_path / "m.png").write_bytes(b"0" * finish_pages.MAX_PAGE)
     (found,) = finish_pages.page_problems(tmp_path, "y.html")
     assert "loads 601 KB, the limit is 600: m.png 600 KB" in found
-    with pytest.raises(SystemExit, match="has no pages"):
+    with refuses("has no pages", SystemExit):
         finish_pages.main([str(tmp_path / "nothing")])
     assert finish_pages.main([str(tmp_path)]) == 1  # x.html
     (tmp_path / "x.html").unlink()
@@ -471,9 +471,9 @@ def test_a_search_for_a_public_name_leads_to_its_section(tmp_path, public_names)
     held = by_name["TurboQuantCache"]
     assert held["href"] == held["objectID"] == "reference/hf_cache.html#turboquantcache"
     assert held["crumbs"] == ["Transformers", "hf.cache"] and held["rank"] == 2
-    with pytest.raises(SystemExit, match="no section for KVStore"):
+    with refuses("no section for KVStore", SystemExit):
         names.main([str(tmp_path)])
-    with pytest.raises(SystemExit, match="has no pages; render the site first"):
+    with refuses("has no pages; render the site first", SystemExit):
         names.main([str(tmp_path / "none")])
 
 

@@ -13,10 +13,8 @@ from turboquant_nb.cache.attention import Rule
 from turboquant_nb.cache.pages import CellCodes, CellLayout, Exact, Recent, Requests
 from turboquant_nb.cache.pages import attend_cells, sink_origins, token_positions
 from turboquant_nb.kernels import cell_attention as work, cells
-from turboquant_nb.kernels.decode import triton
 from turboquant_nb.quant.calibration import Calibration
-from turboquant_nb.quant.quantizer import Spec
-from turboquant_nb.quant.recipe import Recipe
+from turboquant_nb import Recipe, Spec
 from turboquant_nb.vllm import backend as vllm, pages as vllm_pages, step
 from turboquant_nb.vllm.step import (
     CodedAttention,
@@ -36,12 +34,10 @@ from turboquant_nb.theory.transforms import (
     register_transform,
 )
 
-from tests.helpers import random_frame, refuses, seeded
+from tests.helpers import CUDA, DEVICE, needs_triton, random_frame, refuses, seeded
 from tests.kernels.test_cells import search_by_pytorch
 
-pytestmark = pytest.mark.skipif(triton.language is None, reason="needs a GPU or Triton")
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = needs_triton
 H, G, D = 1, 2, 64
 # as a calibration has it, for each head of its own
 PAIRS = pair_transform(pair_scales(*torch.rand(2, H, D, generator=seeded()).square(), D)).name
