@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from turboquant_nb.cli import plan
+from turboquant_nb.cache.memory import shared_quantizer
 from turboquant_nb.cache.packing import TILE
 from turboquant_nb.hf.layer import MARGIN
 from turboquant_nb import Recipe, Spec, TurboQuantCache
@@ -83,6 +84,8 @@ def test_planned_bytes_are_those_of_a_cache(kind, recipe):
 def test_planned_bytes_are_those_of_a_report_with_windows_and_in_each_type(kind, dtype):
     """A cache that grows, a prompt at once; a step makes RoPE's angles, and is taken back. The
     last prompt is the shortest of which a window frees a tile."""
+    # one that is older than 256 rotations has a rotation of its own, and newer ones another
+    shared_quantizer.cache_clear()
     model = model_of(kind).to(dtype)
     window = getattr(CONFIGS[kind], "sliding_window", None) or 200
     for tokens, batch in ((20, 2), (257, 1), (window - 1 + MARGIN + TILE, 1)):
