@@ -106,7 +106,8 @@ def plan(a):
     save_calibration(frame_of(model, tokenizer), frame)
     ids = windows(a.text, tokenizer, a.windows, a.length)
     exact = in_transformers(a, model, ids, lambda: DynamicCache(config=model.config))
-    some = in_engine(a, folder, ids[:2], recipe=a.recipes[0], recent=a.length)
+    all_exact = dict(recipe=a.recipes[0], calibration=frame, recent=a.length)
+    some = in_engine(a, folder, ids[:2], **all_exact)
     far = float((some - exact[:2]).abs().mean())
     gate = dict(
         cmd=f"losses of an engine that reads {a.length} tokens exactly, against the model's",
