@@ -161,7 +161,9 @@ def test_going_on_from_embeddings():
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1"])
 def test_a_recurrent_state_is_not_recovered(name):
     """Whether it lies in a layer of its own or beside codes: a pass that was broken off may
-    have changed it, and nothing says so. A prompt that was broken off begins anew."""
+    have changed it. Until that is forgotten the next pass is refused, also where all coded
+    layers are equally long; one that is refused before it wrote anything changes nothing. A
+    prompt that was broken off begins anew."""
     model, inputs = tiny(name), prompt(2, 20, padded=False)
 
     def stop(module, args):
@@ -172,11 +174,17 @@ def test_a_recurrent_state_is_not_recovered(name):
         with torch.no_grad():
             if not first:
                 model(**inputs, past_key_values=cache)
+                with refuses("attention_mask"):
+                    step = dict(input_ids=inputs["input_ids"][:, :1])
+                    model(**step, attention_mask=torch.ones(2, 5), past_key_values=cache)
+                assert not cache.broken
             hook = model.model.layers[-1].register_forward_pre_hook(stop)
             given = inputs["input_ids"] if first else inputs["input_ids"][:, :1]
             with refuses("stop", RuntimeError):
                 model(given, past_key_values=cache)
             hook.remove()
+            with refuses("a forward pass was broken off"):
+                model(given, past_key_values=cache)
         if first:
             assert cache.recover() == 0
         else:

@@ -363,6 +363,16 @@ def _begin(module, args, kwargs) -> None:
         return None if cache.static else eagerly(_begin, module, args, kwargs)
     if cache.take(hooked=True):  # else a model around this one was looked at
         cache.running.drafts = _check_pass(cache, module, kwargs)
+        if cache.recurrent:
+            cache.running.written = _written(cache)
+
+
+def _written(cache) -> list:
+    """What tells whether recurrent states were written to, which no crop takes back: their
+    tensors and how often these were. Tensors of inference mode do not count that."""
+    held = [y for x in cache.recurrent for y in (x.conv_states, x.recurrent_states)]
+    states = (t for x in held for t in x.values() if t is not None)
+    return [(id(t), 0 if t.is_inference() else t._version) for t in states]
 
 
 def _end(module, args, kwargs, out) -> None:
@@ -377,6 +387,8 @@ def _end(module, args, kwargs, out) -> None:
         return
     if out is not None:
         cache.runner.after_pass(args, kwargs, now)
+    elif now.written not in (None, _written(cache)):
+        cache.broken = True
     cache.give()
     if out is not None:
         cache.look_at_first([store for store, _ in now.unseen])
@@ -387,6 +399,7 @@ class TurboQuantCache(Cache):
     along: whatever implementation a model is set to, codes are read where they lie."""
 
     running: Pass | None = None  # the pass that has it now
+    broken = False  # whether recurrent states have tokens of a pass that was broken off
 
     def __init__(
         self,
@@ -460,6 +473,7 @@ class TurboQuantCache(Cache):
             layers[x.index] = kind(r, x, self.reader, max_length, backend, clock, held, tiers)
         super().__init__(layers=layers)
         self.coded_layers = [x for x in self.layers if isinstance(x, TurboQuantLayer)]
+        self.recurrent = [x for x in self.layers if isinstance(x, LinearAttentionLayer)]
         if self.budget:
             self.reader.budget = self.budget
             self.budget.tables, self.budget.row = _table_bytes(self.coded_layers)
@@ -656,7 +670,7 @@ class TurboQuantCache(Cache):
 
     def check_whole(self) -> None:
         "Raise ValueError where only some layers have taken the tokens of a pass."
-        if len({x.length for x in self.coded_layers}) > 1:
+        if self.broken or len({x.length for x in self.coded_layers}) > 1:
             raise ValueError(
                 "a forward pass was broken off: cache.recover() forgets its tokens"
             )
@@ -784,6 +798,7 @@ class TurboQuantCache(Cache):
     def reset(self) -> None:
         "Forget everything."
         super().reset()
+        self.broken = False
         if self.budget:
             self.budget.note(self.stands())
 
@@ -876,7 +891,7 @@ def recover(self: TurboQuantCache) -> int:  # tokens held
     if not held:
         self.reset()
         return 0
-    if any(isinstance(x, LinearAttentionLayer) for x in self.layers):
+    if self.recurrent:
         raise ValueError(
             "a recurrent state may hold tokens of the pass that was broken off, and none can "
             "be taken out of it: cache.reset(), and give the whole text again"
@@ -965,7 +980,7 @@ def reorder_cache(
         if len(left) == len(before):
             raise
         try:
-            if any(isinstance(x, LinearAttentionLayer) for x in self.layers):
+            if self.recurrent:
                 raise  # nobody knows the rows of their states
             for x in left:
                 x.take_rows(beam_idx, order)

@@ -442,6 +442,7 @@ class Pass:
         # (store, event after it) of first chunks whose flags are looked at when it ends
         self.unseen = []
         self.lengths = {}  # tokens that static layers hold before it, by layer
+        self.written = None  # what `_written` said of the cache before it
 
     @property
     def seconds(self) -> float:

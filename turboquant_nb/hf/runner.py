@@ -136,14 +136,10 @@ class _States:
     places: list  # (a layer's states of a kind by number, number) of each
     tensors: list
 
-    @staticmethod
-    def _layers(cache) -> list:
-        return [x for x in cache.layers if isinstance(x, LinearAttentionLayer)]
-
     @classmethod
     def of(cls, cache) -> "_States":
         "Those that there are now."
-        held = [y for x in cls._layers(cache) for y in (x.conv_states, x.recurrent_states)]
+        held = [y for x in cache.recurrent for y in (x.conv_states, x.recurrent_states)]
         places = [(y, i) for y in held for i, t in y.items() if t is not None]
         return cls(places, [y[i] for y, i in places])
 
@@ -153,7 +149,7 @@ class _States:
         return all(
             x.has_previous_state[i]
             or (x.conv_states[i] is None and x.recurrent_states[i] is None)
-            for x in cls._layers(cache)
+            for x in cache.recurrent
             for i in x.has_previous_state
         )
 
