@@ -41,12 +41,15 @@ def options(p):
 
 
 def in_engine(a, folder, ids, **settings):
-    "Losses [n, length / 2] of an engine with these settings of ours."
+    """Losses [n, length / 2] of an engine with these settings of ours, of the model and with
+    the frame in a folder."""
     from vllm import LLM, SamplingParams
 
-    how = dict(attention_backend="CUSTOM", gpu_memory_utilization=0.3) if CUDA else {}
+    # small, since one engine of the process follows another
+    how = dict(attention_backend="CUSTOM", gpu_memory_utilization=0.15) if CUDA else {}
+    frame = f"{folder}/frame.safetensors"
     llm = LLM(
-        folder,
+        f"{folder}/model",
         **how,
         dtype="bfloat16" if CUDA else "float32",
         skip_tokenizer_init=True,
@@ -57,7 +60,7 @@ def in_engine(a, folder, ids, **settings):
         block_size=128,
         enable_chunked_prefill=True,
         enable_prefix_caching=False,
-        additional_config={"turboquant_nb": settings},
+        additional_config={"turboquant_nb": settings | {"calibration": frame}},
     )
     ask = SamplingParams(max_tokens=1, temperature=0, detokenize=False, prompt_logprobs=0)
     losses, half = [], a.length // 2
@@ -81,9 +84,9 @@ def in_transformers(a, model, ids, make):
     return torch.stack(losses)
 
 
-def rows(a, model, folder, frame, ids, exact):
+def rows(a, model, held, ids, exact):
     for recipe in a.recipes:
-        ours = in_engine(a, folder, ids, recipe=recipe, calibration=frame)
+        ours = in_engine(a, held.name, ids, recipe=recipe)
         with attending(model):
             other = in_transformers(a, model, ids, lambda r=recipe: TurboQuantCache(model, r))
         pairs = dict(engine=(ours, exact), cache=(other, exact), apart=(ours, other))
@@ -101,13 +104,12 @@ def plan(a):
 
     register()
     model, tokenizer, about = opened(a, torch.bfloat16 if CUDA else torch.float32)
-    folder, frame = tempfile.mkdtemp(), str(Path(tempfile.mkdtemp()) / "frame.safetensors")
-    model.save_pretrained(folder)
-    save_calibration(frame_of(model, tokenizer), frame)
+    held = tempfile.TemporaryDirectory()  # goes with the rows
+    model.save_pretrained(Path(held.name) / "model")
+    save_calibration(frame_of(model, tokenizer), Path(held.name) / "frame.safetensors")
     ids = windows(a.text, tokenizer, a.windows, a.length)
     exact = in_transformers(a, model, ids, lambda: DynamicCache(config=model.config))
-    all_exact = dict(recipe=a.recipes[0], calibration=frame, recent=a.length)
-    some = in_engine(a, folder, ids[:2], **all_exact)
+    some = in_engine(a, held.name, ids[:2], recipe=a.recipes[0], recent=a.length)
     far = float((some - exact[:2]).abs().mean())
     gate = dict(
         cmd=f"losses of an engine that reads {a.length} tokens exactly, against the model's",
@@ -116,5 +118,5 @@ def plan(a):
     )
     more = dict(vllm=vllm.__version__)
     data = {"id": a.data_id, "n": a.windows}
-    todo = rows(a, model, folder, frame, ids, exact)
+    todo = rows(a, model, held, ids, exact)
     return Plan("engines", gate, todo, data, about, more=more)
