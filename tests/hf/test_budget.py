@@ -474,6 +474,8 @@ def test_a_pass_that_was_broken_off_is_refused_until_it_is_forgotten(memory, bef
 def test_codes_are_made_as_without_autocast():
     "A mask is asked for within it, and then tokens move. Kills: room that is made with it."
     model = tiny("llama", head_dim=16, max_position_embeddings=1024)
+    # torch 2.13's flash attention of bfloat16 fails under ATEN_CPU_CAPABILITY=avx2
+    model.set_attn_implementation("eager")
     ids, read = prompt(1, 400, padded=False)["input_ids"], []
     for around in (True, False):
         cache = TurboQuantCache(model, memory=100_000)
