@@ -7,7 +7,9 @@ frame of these weights. Losses are of a window's second half. `engine` and `cach
 of perplexity against exact states in percent, `apart` that of the engine against the cache,
 paired, each with its standard error over windows.
 
-Gate: an engine whose exact tokens reach over a window has the losses of the model."""
+Gate: an engine whose exact tokens reach over a window has the losses of the model; where both
+round to bfloat16, its losses are as far from those in float32 as the model's, half more at
+most."""
 
 import os
 import tempfile
@@ -29,7 +31,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 } | ({} if CUDA else {"VLLM_CPU_KVCACHE_SPACE": "1", "TURBOQUANT_NB_VLLM_CPU": "1"})
-FAR = 0.02 if CUDA else 1e-3  # nats of a token, on average: of bfloat16 and of float32
+FAR = 1e-3  # nats of a token, on average, of float32; of bfloat16 those that the model is off
 
 
 def options(p):
@@ -103,18 +105,27 @@ def plan(a):
     from turboquant_nb.vllm.backend import register
 
     register()
-    model, tokenizer, about = opened(a, torch.bfloat16 if CUDA else torch.float32)
+    model, tokenizer, about = opened(a)
     held = tempfile.TemporaryDirectory()  # goes with the rows
     model.save_pretrained(Path(held.name) / "model")
     save_calibration(frame_of(model, tokenizer), Path(held.name) / "frame.safetensors")
-    ids = windows(a.text, tokenizer, a.windows, a.length)
-    exact = in_transformers(a, model, ids, lambda: DynamicCache(config=model.config))
+    ids, most = windows(a.text, tokenizer, a.windows, a.length), FAR
+    plain = lambda ids: in_transformers(
+        a, model, ids, lambda: DynamicCache(config=model.config)
+    )
+    want = plain(ids[:2])
+    if CUDA:
+        model.bfloat16()
+    exact = plain(ids)
+    if CUDA:
+        most = 1.5 * float((exact[:2] - want).abs().mean())
     some = in_engine(a, held.name, ids[:2], recipe=a.recipes[0], recent=a.length)
-    far = float((some - exact[:2]).abs().mean())
+    far = float((some - want).abs().mean())
     gate = dict(
         cmd=f"losses of an engine that reads {a.length} tokens exactly, against the model's",
         value=far,
-        passed=far < FAR,
+        most=most,
+        passed=far < most,
     )
     more = dict(vllm=vllm.__version__)
     data = {"id": a.data_id, "n": a.windows}
