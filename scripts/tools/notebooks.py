@@ -24,6 +24,18 @@ def text_of(value):
     return value if isinstance(value, str) else "".join(value)
 
 
+def emptied(skip):
+    """`preproc` of execnb, which leaves what a cell printed once where it prints nothing now: a
+    cell that is not skipped loses it before it is run."""
+
+    def before(cell):
+        if not (skipped := skip(cell)):
+            cell.outputs = []
+        return skipped
+
+    return before
+
+
 def directives(source):
     "({directive: value} of `#| directive: value` lines, the rest of the cell)."
     found, lines = {}, []

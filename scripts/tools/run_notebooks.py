@@ -16,7 +16,7 @@ from pathlib import Path
 os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 root = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(root), str(Path(__file__).resolve().parent)]
-from notebooks import notebooks
+from notebooks import emptied, notebooks
 
 
 def skipped(cell):
@@ -57,7 +57,7 @@ def run(path):
     nb = read_nb(path)
     shell = CaptureShell(path)
     with matplotlib.rc_context():
-        shell.run_all(nb, exc_stop=True, preproc=lambda cell: skipped(cell))
+        shell.run_all(nb, exc_stop=True, preproc=emptied(skipped))
     pictures = (o.get("data", {}) for cell in nb.cells for o in cell.get("outputs", ()))
     for data in pictures:
         if "image/png" in data:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import interpreter
 import nbdev.test
-from notebooks import directives, text_of
+from notebooks import directives, emptied, text_of
 
 LONGEST = (
     "24_sensitivity evaluation_harness 28_score 12_codes 25_serving evaluation_models "
@@ -156,11 +156,12 @@ def kept(cells):
     "While this lasts, cells that a shell has run are appended."
     run_all = nbdev.test.CaptureShell.run_all
 
-    def keep(self, nb, *args, postproc=lambda cell: None, **kwargs):
+    def keep(self, nb, *args, preproc=lambda cell: False, postproc=lambda cell: None, **kwargs):
         run_all(
             self,
             nb,
             *args,
+            preproc=emptied(preproc),
             postproc=lambda cell: (cells.append(cell), postproc(cell)),
             **kwargs,
         )
