@@ -503,7 +503,7 @@ def test_codes_are_made_as_without_autocast():
 
 
 def test_a_report_within_autocast():
-    "The first to ask for angles while all is exact. Kills: a table that grows by autocast's cat."
+    "The first to ask for angles while all is exact. Kills: a table grown by autocast's cat."
     theta = dict(rope_type="default", rope_theta=12_345.0)  # a table that no other test made
     model = tiny("llama", head_dim=16, rope_parameters=theta)
     model.set_attn_implementation("eager")
