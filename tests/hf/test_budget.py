@@ -292,6 +292,13 @@ def test_what_would_not_stay_exact_is_coded_as_it_comes():
     assert said == [(4, 300)] and 16 <= stand[16] < 64 and stand[4] + stand[16] == 302
 
 
+@pytest.mark.parametrize("tokens", (1, 20, 31))
+def test_few_tokens_that_fit_do_not_ask_for_codes(tokens):
+    "Kills: what is too short to move taken for what does not stay exact."
+    cache = TurboQuantCache(tiny("llama", head_dim=16), memory="1GB", tokens=tokens)
+    assert not cache.budget.at_once
+
+
 @torch.no_grad()
 def test_what_is_not_captured_under_a_budget():
     """Drafts, beams, and sliding layers: the tokens are those of eager steps, and the report
@@ -348,6 +355,12 @@ def test_it_is_full_where_it_said_and_goes_on_where_it_may_forget():
         for _ in range(300):
             step()
             assert held(cache) <= 600_000
+        forgotten, found = cache.layers[0].store.freed, cache.report()["budget"]["reach"]
+        assert cache.get_seq_length() - forgotten <= found <= reach < found + forgotten
+        had = cache.get_seq_length() - forgotten
+        with refuses(f"it holds {found:,} tokens at .* and 9,999 were to join {had:,}"):
+            model(torch.ones(1, 9999, dtype=torch.long), past_key_values=cache)
+        cache.recover()
     tokens = cache.report()["budget"]["tokens"]
     left = [cache.get_seq_length() - x.store.freed for x in cache.coded_layers]
     assert [sum(x.values()) for x in tokens] == left and min(left) > reach - 600
@@ -487,6 +500,20 @@ def test_codes_are_made_as_without_autocast():
         assert cache.layers[1].store.tiers
         read.append((exact, cache.layers[1].store.read()))
     assert all(map(torch.equal, sum(read[0], ()), sum(read[1], ())))
+
+
+def test_a_report_within_autocast():
+    "The first to ask for angles while all is exact. Kills: a table grown by autocast's cat."
+    theta = dict(rope_type="default", rope_theta=12_345.0)  # a table that no other test made
+    model = tiny("llama", head_dim=16, rope_parameters=theta)
+    model.set_attn_implementation("eager")
+    default = enable(model, memory="1GB")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            model.generate(**prompt(1, 20), max_new_tokens=3, do_sample=False)
+    finally:
+        disable(model)
+    assert default.report["budget"]["tokens"] == [{16: 22}] * 2 and not default.report["coded"]
 
 
 def test_it_is_the_default_of_a_model():

@@ -491,6 +491,11 @@ class Budget:
         return 16 if tier == exact else 5 - exact + tier
 
     @staticmethod
+    def forgotten(stands: list) -> int:
+        "Tokens that layers without a window have evicted."
+        return max((x.ends[0] for x in stands if x.window is None), default=0)
+
+    @staticmethod
     def positions(length: int) -> int:
         "That tables are for: of so many tokens, and of those that what is exact has room for."
         return length + length // 8
@@ -511,8 +516,10 @@ class Budget:
 
     def expect(self, stands: list, tokens: int) -> None:
         "Code at once what would not stay exact if layers held so many tokens."
-        found, _ = self.moved([x.grown(tokens) for x in stands], tokens)
-        self.at_once = not any(x.targets(len(self.recipes)) for x in found)
+        exact = [x.grown(tokens) for x in stands]
+        found, _ = self.moved(exact, tokens)
+        left = any(x.targets(len(self.recipes)) for x in found)
+        self.at_once = found != exact and not left
 
     def moved(self, stands: list, length: int) -> tuple:  # (a `Stand` of each layer, bool)
         "What stands fit in the fewest steps, or after all of them, and whether they fit."
@@ -568,6 +575,7 @@ def plan(
         if most > 0 and fits(most):
             return cut(bisect_left(range(most), True, key=fits))
     cure = "" if self.full == "evict" else ", or full='evict', which forgets old tokens"
+    held -= self.forgotten(stands)
     raise ValueError(
         f"memory={self.memory:,} bytes is full: it holds {self.reach(stands):,} "
         f"tokens at the floor {self.floor!r}, and {n:,} were to join {held:,}. Nothing was "
@@ -577,7 +585,7 @@ def plan(
 # %% ../../nbs/15_store.ipynb #63b00117
 @patch
 def reach(self: Budget, stands: list) -> int:
-    "Tokens that all layers hold when the floor is full."
+    "Tokens that all layers hold when the floor is full, without those that were evicted."
     held = stands[0].ends[-1]
 
     def fits(n):
@@ -587,7 +595,7 @@ def reach(self: Budget, stands: list) -> int:
     # most is exact where one token more lets a block move
     worst = lambda n: max(0, n - (n - RECENT + 1) % BLOCK)
     full = lambda n: not (fits(n) and fits(worst(n)))
-    return max(held, bisect_left(range(1, 2**40), True, key=full))
+    return max(held, bisect_left(range(1, 2**40), True, key=full)) - self.forgotten(stands)
 
 
 @patch

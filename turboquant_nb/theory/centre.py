@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import checks
 from .rope import apply_cos_sin, cos_sin_table
+from .rotation import without_autocast
 
 # %% ../../nbs/06_rope.ipynb #d6b2f83e
 GROWTH = 256  # positions by which a table of angles grows
@@ -49,7 +50,8 @@ class CosSinCache:
         have = self.table.shape[0]
         need = -(-tokens // GROWTH) * GROWTH
         if need > have:
-            with torch.inference_mode(False), torch.no_grad():
+            plain = without_autocast(self.inv_freq.device)  # whose cat takes no other halves
+            with torch.inference_mode(False), torch.no_grad(), plain:
                 t = torch.arange(have, need, device=self.inv_freq.device)
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
         return self.table
