@@ -862,26 +862,24 @@ REST = [
         for b in (3, 4)
     ),
     *((dict(fused=80, d=80, bits=[b, b]), 255, 40) for b in (2, 3, 4)),
-    # what comes before the tiles spills, once a program; in a tile 60 words, of 4 bits alone
-    *(
-        (dict(fused=256, d=256, bits=[b, b]), 255, spills)
-        for b, spills in ((2, 340), (3, 460), (4, 1220))
-    ),
     (dict(fused=48, page=16), 255, 40),
     *((dict(bits=[b, b], codebook=kind, d=128), 255, 0) for b, kind in CHAINED),
     *((dict(bits=[b, b], codebook=kind, d=64, rows=8), 255, 0) for b, kind in CHAINED),
     (dict(bits=[2, 2], codebook="trellis", fused=128), 255, 40),
     (dict(fused=128, capability=80, per_head=True), 255, 40),
     (dict(kernel="pre_rope", rotary=64, capability=80), 168, 0),
-    *((dict(kernel="portable", d=d), 128, spills) for d, spills in ((16, 40), (512, 60))),
-    # 350 of 6,100 instructions of a tile load or store what 4 bits spill
-    *(
-        (dict(d=512, rows=8, bits=[b, b], biased=b > 2), 255, spills)
-        for b, spills in ((2, 1300), (3, 1300), (4, 1770))
-    ),
-    (dict(kernel="pre_rope", d=512, rotary=512, rotating=64), 224, 0),
+    (dict(kernel="portable", d=16), 128, 40),
+    *((dict(d=512, rows=8, bits=[b, b], biased=b > 2), 255, 1300) for b in (2, 3)),
     (dict(kernel="transform", d=512), 168, 0),
     (dict(kernel="combine", fast=False, d=512, each=8), 128, 0),
+]
+# Above their bounds with Triton 3.7.1. What 256 channels spill lies before the tiles, but for
+# 60 words of 4 bits; of a tile of 512 channels 350 of 6,100 instructions move such words.
+ABOVE = [
+    *((dict(fused=256, d=256, bits=[b, b]), 255, 40) for b in (2, 3, 4)),
+    (dict(kernel="portable", d=512), 128, 40),
+    (dict(d=512, rows=8, bits=[4, 4], biased=True), 255, 1300),
+    (dict(kernel="pre_rope", d=512, rotary=512, rotating=64), 200, 0),
 ]
 
 
@@ -935,6 +933,14 @@ def test_compiled_ahead_of_time():
 @mark.skipif(not SLOW, reason="a minute; TURBOQUANT_SLOW=1 runs it")
 def test_all_compiled_ahead_of_time():
     compiled(REST)
+
+
+@needs_triton
+@mark.skipif(not SLOW, reason="a minute; TURBOQUANT_SLOW=1 runs it")
+@mark.parametrize("limits", ABOVE)
+@mark.xfail(strict=True, raises=AssertionError, reason="spills or registers above the bound")
+def test_what_is_above_its_bound(limits):
+    compiled([limits])
 
 
 # ---- on a GPU
