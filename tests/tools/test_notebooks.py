@@ -109,8 +109,8 @@ def test_a_run_finds_a_stale_output(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "elsewhere", lambda: "")
     monkeypatch.setattr(tool.interpreter, "quicken", lambda: None)
     code = "print(sorted({'a': 1, 'b': 2}))"
-    said = ("['a', 'b']\n", True), ("['a']\n", False)
-    for code, (text, passed) in (*((code, x) for x in said), ("a = 1", ("1\n", False))):
+    cases = (code, "['a', 'b']\n", True), (code, "['a']\n", False), ("a = 1", "1\n", False)
+    for code, text, passed in cases:
         path = tmp_path / "04_codebook.ipynb"
         found = {"cells": [cell(code, says(text))], "metadata": {}, "nbformat": 4}
         found["cells"][0] |= {"execution_count": None, "metadata": {}}
