@@ -50,7 +50,7 @@ class CosSinCache:
         have = self.table.shape[0]
         need = -(-tokens // GROWTH) * GROWTH
         if need > have:
-            plain = without_autocast(self.inv_freq.device)  # whose cat takes no other halves
+            plain = without_autocast(self.inv_freq.device)  # whose cat refuses the float16
             with torch.inference_mode(False), torch.no_grad(), plain:
                 t = torch.arange(have, need, device=self.inv_freq.device)
                 self.table = torch.cat([self.table, cos_sin_table(t, self.inv_freq).half()])
