@@ -216,7 +216,7 @@ def transform(capability=90, d=128, rows=4):
     few, options, constants = (
         rows == 4,
         dict(num_warps=4),
-        dict(D=d, ROWS=rows, HAS_PAIR=True, ADD=False),
+        dict(D=d, ROWS=rows, HAS_PAIR=True, ADD=False, EARLY=capability >= 90),
     )
     if few:
         fn = decode._rotate_few_kernel

@@ -564,8 +564,8 @@ def test_rotated_queries(batch, heads, group, n, d, rows, own):
     want[:, :, : group * n] = q.reshape(batch, heads, group * n, d) / pair @ rotation.mT
     size = decode.padded_size(d)
     few, many = (
-        (decode._rotate_few_kernel, 4, 16, (size, 4, 16, True, True, False)),
-        (decode._rotate_many_kernel, 32, 32, (min(32, size), 32, 32, True, True)),
+        (decode._rotate_few_kernel, 4, 16, (size, 4, 16, True, True, False, False)),
+        (decode._rotate_many_kernel, 32, 32, (min(32, size), 32, 32, True, True, False)),
     )
     for fn, block, columns, flags in (few, many):
         grid = -(-batch * rows // block), heads, -(-d // columns)

@@ -739,6 +739,8 @@ def combine_kernel(
     F: tl.constexpr = _JoinForm(
         D, DP, DV, DVP, Q, R, SB, EB, N, SLIDING, CAPPED, PDL, HAS_START, HAS_LENGTH
     )
+    if PDL and not FAST:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = _rows_to_join(heads, group, n, F)
     top = tl.full([R], float("-inf"), tl.float32)
     whole = tl.zeros([R], tl.float32)
@@ -1412,7 +1414,7 @@ def combine(
     if not fast and is_interpreted():  # which cuts bits off where a GPU rounds to bf16
         return (out + rotate(rest, x.value_rotation)).to(q.dtype), lse, []
     if not fast:
-        out, launch = rotated_back(x, s, shared, out, rest)
+        out, launch = rotated_back(x, s, shared, out, rest, pdl)
         launches.append(launch)
     return out, lse, [] if mixed else launches
 
@@ -1806,10 +1808,13 @@ def _rotate_few_kernel(
     COLS: tl.constexpr,
     HAS_PAIR: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
     AFTER: tl.constexpr,
 ):
     """OUT[b, h, j, c] = sum of QUERY[b, h, j, e] / PAIR[h, e] ROTATION[h, c, e] for ROWS rows
     of one head and COLS channels c, and MORE[b, h, j, c]; 0 in rows that only pad."""
+    if EARLY and not ADD:
+        tl.extra.cuda.gdc_launch_dependents()
     h = tl.program_id(1)
     c = tl.program_id(2) * COLS + tl.arange(0, COLS)
     e = tl.arange(0, DP)
@@ -1817,6 +1822,8 @@ def _rotate_few_kernel(
     matrix = tl.load(at, mask=(c < D)[:, None] & (e < D)[None, :], other=0.0)
     if HAS_PAIR:
         matrix = matrix / load_pair(PAIR + h * D + e, e < D)[None, :]
+    if EARLY and ADD:  # what is rotated back comes from the kernel before
+        tl.extra.cuda.gdc_wait()
     for first in tl.static_range(0, ROWS, 4):
         r = tl.program_id(0) * ROWS + first + tl.arange(0, 4)
         b, j = (r // rows).to(tl.int64), r % rows
@@ -1857,8 +1864,14 @@ def _rotate_many_kernel(
     COLS: tl.constexpr,
     HAS_PAIR: tl.constexpr,
     ADD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     "The same of many rows at a time, on tensor cores."
+    if EARLY:
+        if ADD:
+            tl.extra.cuda.gdc_wait()
+        else:
+            tl.extra.cuda.gdc_launch_dependents()
     h = tl.program_id(1)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b, j = (r // rows).to(tl.int64), r % rows
@@ -1886,17 +1899,24 @@ def _rotate_many_kernel(
 _few_launcher, _many_launcher = Launcher(_rotate_few_kernel), Launcher(_rotate_many_kernel)
 
 
-def _rotate(named: dict, s: DecodeSizes, slots: dict, after: bool = False) -> Launch:
+def _rotate(
+    named: dict,
+    s: DecodeSizes,
+    slots: dict,
+    pdl: bool,  # may the kernel after this one start early, or may this one?
+    after: bool = False,
+) -> Launch:
     "One of the two kernels, by how many rows there are."
     d, rows = named["D"], named["rows"]
-    if s.batch * s.heads * rows <= 512:
-        launcher, block, columns = _few_launcher, 4, 16
+    few = s.batch * s.heads * rows <= 512
+    if few:
+        launcher, block, columns, options = _few_launcher, 4, 16, {}
         named = named | dict(DP=padded_size(d), AFTER=after)
-        options = {"launch_pdl": True} if after else {}
     else:  # 64 rows would be a pipelined wgmma, which Triton 3.6 computes wrongly
         launcher, block, columns, options = _many_launcher, 32, 32, {"num_stages": 1}
         named = named | dict(SLICE=min(32, padded_size(d)))
-    named |= dict(ROWS=block, COLS=columns, batch=s.batch)
+    options |= {"launch_pdl": True} if (after and few) or (pdl and named["ADD"]) else {}
+    named |= dict(ROWS=block, COLS=columns, batch=s.batch, EARLY=pdl)
     grid = -(-s.batch * rows // block), s.heads, -(-d // columns)
     return launcher(grid, named, slots, num_warps=4, **options)
 
@@ -1906,6 +1926,7 @@ def rotated_queries(
     s: DecodeSizes,
     shared: dict,  # see `shared_arguments`
     rows: int,  # query rows of a KV head, padded
+    pdl: bool = False,  # may the next kernel start early?
     after: bool = False,  # does a kernel before let this one start early?
 ) -> tuple[Tensor, Launch]:  # [B, H, rows, d] fp32, 0 in rows that only pad
     "Queries over `key_pair` times `key_rotation`, of their head where each has its own."
@@ -1915,7 +1936,7 @@ def rotated_queries(
     th = matrix.stride(0) if matrix.ndim == 3 else 0
     named = dict(ROTATION=matrix, th=th, tc=tc, te=te, MORE=out, OUT=out, rows=rows, ADD=False)
     slots = dict(QUERY="q", MORE="rotated", OUT="rotated")
-    return out, _rotate(shared | named, s, slots, after)
+    return out, _rotate(shared | named, s, slots, pdl, after)
 
 
 def rotated_back(
@@ -1924,6 +1945,7 @@ def rotated_back(
     shared: dict,
     near: Tensor,  # [B, Hq, n, d_value] fp32
     rest: Tensor,  # the same, in the basis of the codes of values
+    pdl: bool = False,  # does the kernel before let this one start early?
 ) -> tuple[Tensor, Launch]:  # [B, Hq, n, d_value] in the queries' dtype
     "Outputs in the basis of the values: both parts together."
     out = torch.empty(near.shape, dtype=x.q.dtype, device=x.q.device)
@@ -1932,4 +1954,4 @@ def rotated_back(
     named |= strides(rest, "sb", "sh", "sn") | dict(D=s.dv, rows=s.rows)
     named |= dict(HAS_PAIR=False, ADD=True)
     slots = dict(QUERY="rest", MORE="near", OUT="out")
-    return out, _rotate(shared | named, s, slots)
+    return out, _rotate(shared | named, s, slots, pdl)
