@@ -209,26 +209,13 @@ def pre_rope(capability=90, d=128, rotary=None, rotating=None):
     return compiled(decode._mean_bias_kernel, constants, capability, num_warps=4)
 
 
-def transform(capability=90, d=128, rows=4):
-    """The kernels that multiply queries by the matrices of their heads: plain sums for 4 rows
-    of a program, tensor cores for more."""
+def transform(capability=90, d=128):
+    "The kernel that multiplies queries by the matrices of their heads."
     types = TYPES | dict(ROTATION="*fp32", MORE="*fp32", OUT="*fp32")
-    few, options, constants = (
-        rows == 4,
-        dict(num_warps=4),
-        dict(D=d, ROWS=rows, HAS_PAIR=True, ADD=False, EARLY=capability >= 90),
-    )
-    if few:
-        fn = decode._rotate_few_kernel
-        constants |= dict(DP=decode.padded_size(d), COLS=16, AFTER=capability >= 90)
-        options |= {"launch_pdl": True} if capability >= 90 else {}
-    else:
-        fn = decode._rotate_many_kernel
-        constants |= dict(SLICE=32, COLS=32)
-        options |= {"num_stages": 1}
-    built = compiled(fn, constants, capability, types, **options)
-    assert "wgmma" not in built.asm["ptx"]  # Triton 3.6 computes a pipelined one wrongly
-    return built
+    size, early = min(128, decode.padded_size(d)), capability >= 90
+    constants = dict(D=d, SLICE=size, B=16, HAS_PAIR=True, ADD=False, AFTER=early)
+    options = dict(num_warps=8, num_stages=1, **({"launch_pdl": True} if early else {}))
+    return compiled(decode._rotate_kernel, constants, capability, types, **options)
 
 
 def look_up(capability=90, d=128, bits=3, by_token=False, codebook=None, page=256, cell=None):

@@ -38,8 +38,7 @@ KERNELS = {
     "look-up of a block": lambda c: aot_decode.look_up(c),
     "join of parts": lambda c: aot_decode.combine(c),
     "pre-RoPE mean": lambda c: aot_decode.pre_rope(c),
-    "transform, few rows": lambda c: aot_decode.transform(c),
-    "transform, many rows": lambda c: aot_decode.transform(c, rows=32),
+    "transform": lambda c: aot_decode.transform(c),
     "encode, prompt": lambda c: aot_encode.build(
         c, dtype=torch.float16 if c in HALF else torch.bfloat16, parts=1
     ),

@@ -74,7 +74,7 @@ class Emulated:
         return Launch(None, (programs, 1, 1), (), {}, slots)
 
 
-def rotated(x, s, shared, rows, *early):
+def rotated(x, s, shared, rows, after=False):
     "As `decode.rotated_queries`, in PyTorch."
     plain = decode.plain_queries(x.q, s.heads, rows, 1.0)
     plain = plain if x.key_pair is None else plain / x.key_pair

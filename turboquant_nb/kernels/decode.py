@@ -739,8 +739,6 @@ def combine_kernel(
     F: tl.constexpr = _JoinForm(
         D, DP, DV, DVP, Q, R, SB, EB, N, SLIDING, CAPPED, PDL, HAS_START, HAS_LENGTH
     )
-    if PDL and not FAST:
-        tl.extra.cuda.gdc_launch_dependents()
     rows = _rows_to_join(heads, group, n, F)
     top = tl.full([R], float("-inf"), tl.float32)
     whole = tl.zeros([R], tl.float32)
@@ -1414,7 +1412,7 @@ def combine(
     if not fast and is_interpreted():  # which cuts bits off where a GPU rounds to bf16
         return (out + rotate(rest, x.value_rotation)).to(q.dtype), lse, []
     if not fast:
-        out, launch = rotated_back(x, s, shared, out, rest, pdl)
+        out, launch = rotated_back(x, s, shared, out, rest)
         launches.append(launch)
     return out, lse, [] if mixed else launches
 
@@ -1783,65 +1781,9 @@ def angle_tables(
         held[page] = _tables_of(cos_sin.numbers, cos_sin.inv_freq.device, most, page)
     return held[page]
 
-# %% ../../nbs/19_decode.ipynb #6b7f8499
-@triton.jit(do_not_specialize=["batch"])
-def _rotate_few_kernel(
-    QUERY,
-    sb,
-    sh,
-    sn,
-    ROTATION,
-    th,
-    tc,
-    te,
-    PAIR,
-    MORE,
-    OUT,
-    batch,
-    heads,
-    group,
-    n,
-    rows,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    HAS_PAIR: tl.constexpr,
-    ADD: tl.constexpr,
-    EARLY: tl.constexpr,
-    AFTER: tl.constexpr,
-):
-    """OUT[b, h, j, c] = sum of QUERY[b, h, j, e] / PAIR[h, e] ROTATION[h, c, e] for ROWS rows
-    of one head and COLS channels c, and MORE[b, h, j, c]; 0 in rows that only pad."""
-    if EARLY and not ADD:
-        tl.extra.cuda.gdc_launch_dependents()
-    h = tl.program_id(1)
-    c = tl.program_id(2) * COLS + tl.arange(0, COLS)
-    e = tl.arange(0, DP)
-    at = ROTATION + h.to(tl.int64) * th + c[:, None] * tc + e[None, :] * te
-    matrix = tl.load(at, mask=(c < D)[:, None] & (e < D)[None, :], other=0.0)
-    if HAS_PAIR:
-        matrix = matrix / load_pair(PAIR + h * D + e, e < D)[None, :]
-    if EARLY and ADD:  # what is rotated back comes from the kernel before
-        tl.extra.cuda.gdc_wait()
-    for first in tl.static_range(0, ROWS, 4):
-        r = tl.program_id(0) * ROWS + first + tl.arange(0, 4)
-        b, j = (r // rows).to(tl.int64), r % rows
-        ok = (b < batch) & (j < group * n)
-        at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
-        q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
-        out = tl.sum(q.to(tl.float32)[:, None, :] * matrix[None, :, :], 2)
-        place = ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
-        there = (b < batch)[:, None] & (c < D)[None, :]
-        if ADD:
-            out += tl.load(MORE + place, mask=there, other=0.0)
-        tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=there)
-    if AFTER:  # the kernel before must be done, too, when this one is
-        tl.extra.cuda.gdc_wait()
-
 # %% ../../nbs/19_decode.ipynb #c2c34650
 @triton.jit(do_not_specialize=["batch"])
-def _rotate_many_kernel(
+def _rotate_kernel(
     QUERY,
     sb,
     sh,
@@ -1860,65 +1802,49 @@ def _rotate_many_kernel(
     rows,
     D: tl.constexpr,
     SLICE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    B: tl.constexpr,
     HAS_PAIR: tl.constexpr,
     ADD: tl.constexpr,
-    EARLY: tl.constexpr,
+    AFTER: tl.constexpr,
 ):
-    "The same of many rows at a time, on tensor cores."
-    if EARLY:
-        if ADD:
-            tl.extra.cuda.gdc_wait()
-        else:
-            tl.extra.cuda.gdc_launch_dependents()
+    """OUT[b, h, j, c] = sum of QUERY[b, h, j, e] / PAIR[h, e] ROTATION[h, c, e] for B rows
+    of one head and B channels c, and MORE[b, h, j, c]; 0 in rows that only pad."""
     h = tl.program_id(1)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.program_id(0) * B + tl.arange(0, B)
     b, j = (r // rows).to(tl.int64), r % rows
-    c = tl.program_id(2) * COLS + tl.arange(0, COLS)
+    c = tl.program_id(2) * B + tl.arange(0, B)
     ok = (b < batch) & (j < group * n)
     at = query_places(QUERY, sb, sh, sn, b, h, j, group, n)
     matrix = ROTATION + h.to(tl.int64) * th + c[None, :] * tc
-    out = tl.zeros((ROWS, COLS), tl.float32)
+    place = ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
+    there = (b < batch)[:, None] & (c < D)[None, :]
+    out = tl.zeros((B, B), tl.float32)
+    if ADD:
+        out = tl.load(MORE + place, mask=there, other=0.0)
     for first in range(0, D, SLICE):
         e = first + tl.arange(0, SLICE)
         q = tl.load(at[:, None] + e[None, :], mask=ok[:, None] & (e < D)[None, :], other=0.0)
         m = tl.load(
             matrix + e[:, None] * te, mask=(c < D)[None, :] & (e < D)[:, None], other=0.0
         )
+        q = q.to(tl.float32)
         if HAS_PAIR:
-            m = m / load_pair(PAIR + h * D + e, e < D)[:, None]
-        out = tl.dot(q.to(tl.float32), m, out, input_precision="tf32x3")
-    place = ((b * heads + h) * rows + j)[:, None] * D + c[None, :]
-    there = (b < batch)[:, None] & (c < D)[None, :]
-    if ADD:
-        out += tl.load(MORE + place, mask=there, other=0.0)
+            q = q / load_pair(PAIR + h * D + e, e < D)[None, :]
+        out = tl.dot(q, m, out, input_precision="ieee")
     tl.store(OUT + place, out.to(OUT.dtype.element_ty), mask=there)
+    if AFTER:  # the kernel before must be done, too, when this one is
+        tl.extra.cuda.gdc_wait()
 
 # %% ../../nbs/19_decode.ipynb #8f145c1c
-_few_launcher, _many_launcher = Launcher(_rotate_few_kernel), Launcher(_rotate_many_kernel)
+_rotate_launcher = Launcher(_rotate_kernel)
 
 
-def _rotate(
-    named: dict,
-    s: DecodeSizes,
-    slots: dict,
-    pdl: bool,  # may the kernel after this one start early, or may this one?
-    after: bool = False,
-) -> Launch:
-    "One of the two kernels, by how many rows there are."
+def _rotate(named: dict, s: DecodeSizes, slots: dict, after: bool = False) -> Launch:
     d, rows = named["D"], named["rows"]
-    few = s.batch * s.heads * rows <= 512
-    if few:
-        launcher, block, columns, options = _few_launcher, 4, 16, {}
-        named = named | dict(DP=padded_size(d), AFTER=after)
-    else:  # 64 rows would be a pipelined wgmma, which Triton 3.6 computes wrongly
-        launcher, block, columns, options = _many_launcher, 32, 32, {"num_stages": 1}
-        named = named | dict(SLICE=min(32, padded_size(d)))
-    options |= {"launch_pdl": True} if (after and few) or (pdl and named["ADD"]) else {}
-    named |= dict(ROWS=block, COLS=columns, batch=s.batch, EARLY=pdl)
-    grid = -(-s.batch * rows // block), s.heads, -(-d // columns)
-    return launcher(grid, named, slots, num_warps=4, **options)
+    named = named | dict(B=16, SLICE=min(128, padded_size(d)), AFTER=after, batch=s.batch)
+    grid = -(-s.batch * rows // 16), s.heads, -(-d // 16)
+    options = {"num_stages": 1} | ({"launch_pdl": True} if after else {})
+    return _rotate_launcher(grid, named, slots, num_warps=8, **options)
 
 
 def rotated_queries(
@@ -1926,7 +1852,6 @@ def rotated_queries(
     s: DecodeSizes,
     shared: dict,  # see `shared_arguments`
     rows: int,  # query rows of a KV head, padded
-    pdl: bool = False,  # may the next kernel start early?
     after: bool = False,  # does a kernel before let this one start early?
 ) -> tuple[Tensor, Launch]:  # [B, H, rows, d] fp32, 0 in rows that only pad
     "Queries over `key_pair` times `key_rotation`, of their head where each has its own."
@@ -1936,7 +1861,7 @@ def rotated_queries(
     th = matrix.stride(0) if matrix.ndim == 3 else 0
     named = dict(ROTATION=matrix, th=th, tc=tc, te=te, MORE=out, OUT=out, rows=rows, ADD=False)
     slots = dict(QUERY="q", MORE="rotated", OUT="rotated")
-    return out, _rotate(shared | named, s, slots, pdl, after)
+    return out, _rotate(shared | named, s, slots, after)
 
 
 def rotated_back(
@@ -1945,7 +1870,6 @@ def rotated_back(
     shared: dict,
     near: Tensor,  # [B, Hq, n, d_value] fp32
     rest: Tensor,  # the same, in the basis of the codes of values
-    pdl: bool = False,  # does the kernel before let this one start early?
 ) -> tuple[Tensor, Launch]:  # [B, Hq, n, d_value] in the queries' dtype
     "Outputs in the basis of the values: both parts together."
     out = torch.empty(near.shape, dtype=x.q.dtype, device=x.q.device)
@@ -1954,4 +1878,4 @@ def rotated_back(
     named |= strides(rest, "sb", "sh", "sn") | dict(D=s.dv, rows=s.rows)
     named |= dict(HAS_PAIR=False, ADD=True)
     slots = dict(QUERY="rest", MORE="near", OUT="out")
-    return out, _rotate(shared | named, s, slots, pdl)
+    return out, _rotate(shared | named, s, slots)

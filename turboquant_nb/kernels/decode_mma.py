@@ -634,8 +634,9 @@ def _channel_of(d, G: gl.constexpr):
 
 @gluon.jit
 def _query_inputs(QUERY, ROTATED, R, MU, PAIR, rows, part, HOW: gl.constexpr, G: gl.constexpr):
-    """What `_queries` needs: queries, rotated ones, the first row of the rotation, the mean and
-    the pair scale of their head."""
+    """What `_queries` needs, loaded before the first codes are asked for, behind which it would
+    wait: queries, rotated ones, the first row of the rotation, the mean and the pair scale of
+    their head."""
     row_at, ok = rows
     D: gl.constexpr = G.D
     d = gl.arange(0, 2 * G.HK, layout=gl.SliceLayout(1, G.LQA))
@@ -646,8 +647,6 @@ def _query_inputs(QUERY, ROTATED, R, MU, PAIR, rows, part, HOW: gl.constexpr, G:
     if HOW.FAST_K:
         r = gl.load(R + d)
     else:
-        if HOW.PDL:  # which `rotated_queries` lets start before it has ended
-            tl.extra.cuda.gdc_wait()
         channel, real = _channel_of(d, G)
         j = gl.arange(0, G.Q, layout=gl.SliceLayout(0, G.LQA))
         here = (part.base * G.Q).to(gl.int64) + j[None, :]
@@ -1089,7 +1088,7 @@ def _slow_sums(high, low, NEAR, odd: gl.constexpr, G: gl.constexpr):
     # both halves are rows of one operand
     x = gl.reshape(gl.permute(gl.join(high, low), [0, 1, 3, 2]), [2, G.HP, 8])
     x = _rows(x, G)
-    sums = mma_v2(x, shares, sums) + mma_v2(x, rest, sums)  # one chain would take twice as long
+    sums = mma_v2(x, shares, sums) + mma_v2(x, rest, sums)
     a, b = gl.split(gl.permute(gl.reshape(sums, [2, 8, 8]), [1, 2, 0]))
     return _halves(a + b)
 
@@ -1813,10 +1812,7 @@ def fragments_kernel(
             QUERY, MK, PAIR, FAR, sb, sh, sn, part, n, group, first, HAS_PAIR, G
         )
     given = 0
-    # before the first codes are asked for, behind which they would wait; not so many channels
-    # that they fill all registers, and not what a kernel before may still be writing
-    EARLY: gl.constexpr = G.HK <= 128 and (FAST_K or not PDL)
-    if EARLY:
+    if G.HK <= 128:  # of more channels they would fill all registers
         given = _query_inputs(QUERY, ROTATED, RK_, MK, PAIR, rows, part, HOW, G)
     for i in range(G.NK):
         _copy_k(memory.key_rings, i, i, key.planes, pages, begin, begin < end, PAGED, G)
@@ -1825,7 +1821,7 @@ def fragments_kernel(
     bias = BIAS, bias_stride, part.base, _token_places(G)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if not EARLY:
+    if G.HK > 128:
         given = _query_inputs(QUERY, ROTATED, RK_, MK, PAIR, rows, part, HOW, G)
     found = _queries(given, scaling, k_step, HOW, G)
     # here, so that these loads wait together with those of the query
@@ -2146,7 +2142,7 @@ def mma_attention(
     rotated = parts.out
     slots = _MMA_SLOTS
     if not fast_k:
-        rotated, launch = rotated_queries(x, s, shared, blocks * Q, pdl, pdl and biased)
+        rotated, launch = rotated_queries(x, s, shared, blocks * Q, pdl and biased)
         launches = [*launches, launch]
         slots = slots | dict(ROTATED="rotated")
     named = (
@@ -2174,10 +2170,10 @@ def mma_attention(
             G=form,
         )
     )
-    options |= {"launch_pdl": True} if pdl and not (fast_k and paging is None) else {}
     if paging is not None:
         named |= paging.arguments(cut)
         named["early"] = int(paging.early and cut.known and x.k is not None and fast_k)
+        options |= {"launch_pdl": True} if pdl else {}
         _mma_launcher.plain(parts.lse.shape[:2].numel(), named, num_warps=1, **options)
         return combine(x, s, shared, parts, fast, pdl, paging, cut)
     slots = slots | (dict(BIAS="bias") if biased else {})
