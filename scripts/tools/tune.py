@@ -36,7 +36,7 @@ FORMS = [
     for mean in ("", "biased", "fused")
     if d < 256 or mean != "fused" or rows == 4
 ]
-PROGRAMS, LIMITS = (4, 5, 6, 7, 8, 12), (None, 200, 168, 128)
+PROGRAMS, LIMITS = (4, 6, 7, 8, 10, 12), (None, 200, 168, 128)
 CASES = [(8, 8, 32768), (1, 8, 65536)]  # batch, KV heads, tokens; tokens are halved at d = 256
 CONFIGS = Path(__file__).resolve().parents[2] / "turboquant_nb" / "configs" / "decode.json"
 

@@ -649,6 +649,8 @@ class Gluon:
     @staticmethod
     def inline_asm_elementwise(text, constraints, args, **_):
         x, *more = args
+        if text is decode_mma._RECIPROCAL:
+            return 1 / x
         if text is decode_mma._AND:
             return torch.where(more[0] != 0, x, torch.zeros_like(x))
         if text is decode_mma._PACK:

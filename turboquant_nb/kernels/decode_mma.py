@@ -583,6 +583,17 @@ def _high_stages(x, D: gl.constexpr, Q: gl.constexpr):
     return y
 
 # %% ../../nbs/20_tensor_cores.ipynb #30b1fab1
+_RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+
+
+@gluon.jit
+def _inverse(pair):
+    "1 over pair scales, which lie from 1/16 to 16."
+    return gl.inline_asm_elementwise(
+        _RECIPROCAL, "=f,f", [pair.to(gl.float32)], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
 class _How(NamedTuple):
     "What a launch asks of the kernel besides its `Form`. All are constexprs."
 
@@ -664,6 +675,8 @@ def _queries(inputs, scaling, step, HOW: gl.constexpr, G: gl.constexpr):
     """Rotated queries as int8 hi + lo/256, lower and upper half of the channels, [HK, 2Q];
     their steps; their products with the mean."""
     x, y, r, mu, pair = inputs
+    if HOW.HAS_PAIR:
+        pair = _inverse(pair)
     D: gl.constexpr = G.D
     HK: gl.constexpr = G.HK
     Q: gl.constexpr = G.Q
@@ -674,12 +687,12 @@ def _queries(inputs, scaling, step, HOW: gl.constexpr, G: gl.constexpr):
     if HOW.MEAN_K:
         mu = mu.to(gl.float32)
         if HOW.HAS_PAIR:
-            mu = mu / pair.to(gl.float32)
+            mu = mu * pair
         shift = gl.sum(x * mu[:, None], 0)
     if HOW.FAST_K:
         # first row of the rotation: the signs over the root of d
         if HOW.HAS_PAIR:
-            r = r / pair.to(gl.float32)
+            r = r * pair
         y = _low_stages(x * r[:, None], D, Q)
         y = _high_stages(gl.convert_layout(y, G.LQB), D, Q)
     else:
@@ -962,7 +975,7 @@ def _mean_inputs(
             y = gl.load(M + h.to(gl.int64) * G.D + rest, mask=rest < G.D, other=0.0)
             y = y.to(gl.float32)
             if HAS_PAIR:
-                y = y / gl.load(scales + rest, mask=rest < G.D, other=1.0).to(gl.float32)
+                y = y * _inverse(gl.load(scales + rest, mask=rest < G.D, other=1.0))
             still += gl.sum(x * y[:, None], 0)
     return q1, q2, m1, m2, pair1, pair2, cos, sin, still
 
@@ -998,7 +1011,7 @@ def _mean_coefficients(room, inputs, factor, HAS_PAIR: gl.constexpr, G: gl.const
     q1, q2, m1, m2, pair1, pair2, cos, sin, still = inputs
     q1, q2, m1, m2 = q1.to(gl.float32), q2.to(gl.float32), m1.to(gl.float32), m2.to(gl.float32)
     if HAS_PAIR:
-        m1, m2 = m1 / pair1.to(gl.float32), m2 / pair2.to(gl.float32)
+        m1, m2 = m1 * _inverse(pair1), m2 * _inverse(pair2)
     m1, m2 = m1[:, None], m2[:, None]
     cos, sin = cos[:, None], sin[:, None]
     x, y = q1 * m1 + q2 * m2, q2 * m1 - q1 * m2
@@ -1409,7 +1422,7 @@ def _finish(ACC, R, O, out_row, total, v_step, FAST: gl.constexpr, G: gl.constex
     o = ACC._reinterpret(gl.float32, [G.NK * G.RV * 4, 8 * Q], G.LSH).load(G.LACC)
     o = gl.reshape(o, [G.NK * G.RV, 2, 2, 8, Q])
     o = gl.reshape(gl.permute(o, [1, 0, 2, 3, 4]), [2 * HV, Q])
-    o = gl.convert_layout(o, G.LVB, assert_trivial=True) / total[None, :]
+    o = gl.convert_layout(o, G.LVB, assert_trivial=True) * (1.0 / total)[None, :]
     if FAST:
         o = _low_stages(gl.convert_layout(_high_stages(o, DV, Q), G.LVA), DV, Q)
         d = gl.arange(0, DV, layout=gl.SliceLayout(1, G.LVA))
@@ -1435,6 +1448,7 @@ def _finish(ACC, R, O, out_row, total, v_step, FAST: gl.constexpr, G: gl.constex
 def _key_pieces(
     memory,
     F,
+    K,
     V,
     pages,
     t,
@@ -1445,13 +1459,14 @@ def _key_pieces(
     PAGED: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Scores of a part of a tile, piece by piece, to F; each slot that is free again takes a
-    piece of the values. Where these are chained, the last one comes first."""
+    """Scores of a part of a tile, piece by piece, to F; each slot that is free again takes the
+    next piece of the keys, or one of the values. Where these are chained, the last one comes
+    first."""
     N: gl.constexpr = G.NK // G.PARTS
     for i in range(N):
         c = PART * N + i
-        cp.wait_group(G.NK - 1)
-        slot, piece = c, c
+        cp.wait_group(G.NS - 1)
+        slot, piece = c % G.NS, c
         if G.VX:
             slot, piece = (c + turn) % G.NK, (c + G.NV - 1) % G.NV
         for r in gl.static_range(G.RK):
@@ -1462,7 +1477,13 @@ def _key_pieces(
                 w = _fetch(memory.key_rings, at, G.KB, G.LK)
                 scores = _scores(w, query.lo, query.hi, table, G)
             F.index(i * G.RK + r).store(scores)
-        if c < G.NV:
+        if G.NS < G.NK:  # and NV is NK
+            if c < G.NK - G.NS:
+                _copy_k(memory.key_rings, slot, c + G.NS, K, pages, t, t >= 0, PAGED, G)
+            else:
+                v = c + G.NS - G.NK
+                _copy_v(memory.value_rings, slot, v, V, pages, t, t >= 0, PAGED, G)
+        elif c < G.NV:
             _copy_v(memory.value_rings, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
             cp.commit_group()
@@ -1476,10 +1497,10 @@ def _scores_in(F, G: gl.constexpr):
 # %% ../../nbs/20_tensor_cores.ipynb #c9f28a51
 @gluon.jit
 def _value_pieces(
-    memory, K, pages, t, span, turn, weights, table, PAGED: gl.constexpr, G: gl.constexpr
+    memory, K, V, pages, t, span, turn, weights, table, PAGED: gl.constexpr, G: gl.constexpr
 ):
-    """Weighted values of a tile to the accumulators; each free slot takes a piece of the next
-    tile's keys."""
+    """Weighted values of a tile to the accumulators; each free slot takes the next piece of the
+    values, or one of the next tile's keys."""
     following, go = t + 1, t + 1 < span.end
     P, top, rescale = weights
     old_weight = gl.convert_layout(rescale, gl.SliceLayout(0, G.LO))
@@ -1490,13 +1511,13 @@ def _value_pieces(
         cp.wait_group(G.NV - 1)
         carry = _chain_start(_fetch(memory.value_rings, turn * G.RV + G.RV - 1, G.VB, G.LV), G)
     for c in range(G.NV):
-        slot = c
+        slot = c % G.NS
         if G.VX:
             slot = (c + turn + 1) % G.NV
             if c + 1 < G.NV:  # the last one is there
                 cp.wait_group(G.NV - 2)
         else:
-            cp.wait_group(G.NK - 1)
+            cp.wait_group(G.NS - 1)
         for r in gl.static_range(G.RV):
             w = _fetch(memory.value_rings, slot * G.RV + r, G.VB, G.LV)
             o, carry = _weighted(w, carry, P, table, G)
@@ -1510,7 +1531,14 @@ def _value_pieces(
             memory.sums.index(c * G.RV + r).store(
                 gl.convert_layout(acc, G.LA, assert_trivial=True)
             )
-        _copy_k(memory.key_rings, slot, c, K, pages, following, go, PAGED, G)
+        if G.NS < G.NK:
+            if c < G.NK - G.NS:
+                _copy_v(memory.value_rings, slot, c + G.NS, V, pages, t, t >= 0, PAGED, G)
+            else:
+                k = c + G.NS - G.NK
+                _copy_k(memory.key_rings, slot, k, K, pages, following, go, PAGED, G)
+        else:
+            _copy_k(memory.key_rings, slot, c, K, pages, following, go, PAGED, G)
     for c in gl.static_range(G.NV, G.NK):  # their slots held no values
         _copy_k(memory.key_rings, c, c, K, pages, following, go, PAGED, G)
 
@@ -1550,12 +1578,12 @@ class _Memory(NamedTuple):
 
 @gluon.jit
 def _ring(G: gl.constexpr):
-    return gl.allocate_shared_memory(gl.uint8, [G.NK * G.RK, 16, G.HK], G.LSH)
+    return gl.allocate_shared_memory(gl.uint8, [G.NS * G.RK, 16, G.HK], G.LSH)
 
 
 @gluon.jit
 def _of_values(ring, G: gl.constexpr):
-    return ring._reinterpret(gl.uint8, [G.NK * G.RV, 16, 64], G.LSH)
+    return ring._reinterpret(gl.uint8, [G.NS * G.RV, 16, 64], G.LSH)
 
 
 @gluon.jit
@@ -1692,12 +1720,12 @@ def _tile(
         turn = (t - span.begin) % G.NV
     # here, so that others may use its bytes later
     F = gl.allocate_shared_memory(gl.float32, [4 // G.PARTS, 8, 8 * G.Q], G.LSH)
-    V = value.planes
-    _key_pieces(memory, F, V, pages, t, turn, query, table_k, 0, HOW.PAGED, G)
+    K, V = key.planes, value.planes
+    _key_pieces(memory, F, K, V, pages, t, turn, query, table_k, 0, HOW.PAGED, G)
     first = 0
     if G.PARTS == 2:
         first = _scores_in(F, G)
-        _key_pieces(memory, F, V, pages, t, turn, query, table_k, 1, HOW.PAGED, G)
+        _key_pieces(memory, F, K, V, pages, t, turn, query, table_k, 1, HOW.PAGED, G)
     if HOW.FUSED:
         more = _mean_scores(mean.coefficients, mean.near, far, G) * mean.top[None, :]
         if 2 * G.H2 < G.D:
@@ -1710,7 +1738,7 @@ def _tile(
     )
     top, P = _weights(y, F, G)
     weights = P, top, rescale
-    _value_pieces(memory, key.planes, pages, t, span, turn, weights, table_v, HOW.PAGED, G)
+    _value_pieces(memory, K, V, pages, t, span, turn, weights, table_v, HOW.PAGED, G)
     return m, total
 
 # %% ../../nbs/20_tensor_cores.ipynb #0dd016dc
@@ -1814,7 +1842,7 @@ def fragments_kernel(
     given = 0
     if G.HK <= 128:  # of more channels they would fill all registers
         given = _query_inputs(QUERY, ROTATED, RK_, MK, PAIR, rows, part, HOW, G)
-    for i in range(G.NK):
+    for i in range(G.NS):
         _copy_k(memory.key_rings, i, i, key.planes, pages, begin, begin < end, PAGED, G)
     words_k, words_v = _words(TABLE), _words(TABLE + 4)
     m, total = _no_sums(memory.sums, G)
@@ -1837,7 +1865,8 @@ def fragments_kernel(
 # %% ../../nbs/20_tensor_cores.ipynb #961937ab
 class Form(SimpleNamespace):
     """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV
-    halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows; RP byte rows of a page;
+    halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows in NS slots; RP byte rows
+    of a page;
     NEAR tokens that lie together in a page and in a lane; lanes with C runs of W words; H2
     channel pairs of RoPE, HP padded; PL rings of slots; PAIR bytes of keys looked up at once;
     PARTS of a tile whose scores come one after the other; KX, VX whether levels are those of
@@ -1883,6 +1912,8 @@ def decode_form(
     sizes |= dict(PAIR=8 if whole else 4)
     pieces = dict(NK=NK, NV=NV, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key.bits, value.bits))
     pieces |= dict(NEAR=min(8, page // 4))
+    # half as many slots where twice as many programs fit on a multiprocessor by that
+    pieces |= dict(NS=NK // 2 if HK == 128 and NV == NK and not value.chain else NK)
     # scores of 8 rows in two parts where 8 programs fit on a multiprocessor by that
     parts = 2 if rows == 8 and HK == 64 and max(key.bits, value.bits) == 4 else 1
     pieces |= dict(PARTS=parts)
