@@ -1019,12 +1019,14 @@ def _mean_coefficients(room, inputs, factor, HAS_PAIR: gl.constexpr, G: gl.const
     top = gl.max(gl.abs(a) + gl.abs(o), 0)  # no rotation makes a coefficient larger
     top = gl.where(top > 1e-30, top, 1.0)
     unit = (32767.0 / top)[None, :]  # angles of tiles are in 32767ths
-    if G.Q == 4:
+    if G.Q == 8:
+        room = _packed(a * unit, o * unit)
+    elif G.HP > 64:
+        room.store(_packed(a * unit, o * unit))
+    else:
         room.index(0).store(a * unit)
         room.index(1).store(o * unit)
         room.index(2).store(-a * unit)
-    else:
-        room = _packed(a * unit, o * unit)
     column: gl.constexpr = gl.SliceLayout(0, G.LF)
     top, still = (top * factor, still * factor)
     return room, gl.convert_layout(top, column), gl.convert_layout(still, column)
@@ -1149,9 +1151,15 @@ def _operands_4(COEFFICIENTS, NEAR, far, G: gl.constexpr):
     in columns for cosines and columns for sines."""
     B: gl.constexpr = gl.DotOperandLayout(1, G.LM, 2)
     cos, sin = far[0][None, :, None], far[1][None, :, None]
-    both: gl.constexpr = [2, G.HP, G.Q]
-    x = COEFFICIENTS.index(0)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
-    y = COEFFICIENTS.index(1)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
+    if G.HP > 64:
+        a, o = _unpacked(COEFFICIENTS.load(G.LMEAN))
+        a, o = a[None, :, :], o[None, :, :]
+        odd = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, G.LC)))[:, None, None]
+        x, y = gl.where(odd > 0, o, a), gl.where(odd > 0, -a, o)
+    else:
+        both: gl.constexpr = [2, G.HP, G.Q]
+        x = COEFFICIENTS.index(0)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
+        y = COEFFICIENTS.index(1)._reinterpret(gl.float32, both, G.SC2).load(G.LC)
     high, low = _halves(x * cos + y * sin)
     part = (gl.arange(0, 2 * G.Q, layout=gl.SliceLayout(0, B)) & 1)[None, :]
     k = gl.arange(0, 16, layout=gl.SliceLayout(1, B))[:, None]
@@ -1679,7 +1687,10 @@ def _mean_room(START, part, offset, HOW: gl.constexpr, G: gl.constexpr):
     room = 0
     if HOW.FUSED:
         if G.Q == 4:
-            room = gl.allocate_shared_memory(gl.float32, [3, G.HP, G.Q], G.SC)
+            if G.HP > 64:  # as fp32 they would leave too little to L1 for the table of angles
+                room = gl.allocate_shared_memory(gl.int32, [G.HP, G.Q], G.SC)
+            else:
+                room = gl.allocate_shared_memory(gl.float32, [3, G.HP, G.Q], G.SC)
         if HOW.HAS_START:
             first -= gl.load(START + part.b).to(gl.int32)
     return room, first
