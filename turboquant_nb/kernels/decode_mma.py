@@ -1876,7 +1876,7 @@ def fragments_kernel(
 # %% ../../nbs/20_tensor_cores.ipynb #961937ab
 class Form(SimpleNamespace):
     """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV
-    halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows in NS slots; RP byte rows
+    halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows, NS slots; RP byte rows
     of a page;
     NEAR tokens that lie together in a page and in a lane; lanes with C runs of W words; H2
     channel pairs of RoPE, HP padded; PL rings of slots; PAIR bytes of keys looked up at once;
