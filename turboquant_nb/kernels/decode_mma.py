@@ -1877,12 +1877,11 @@ def fragments_kernel(
 class Form(SimpleNamespace):
     """What the fragments kernel is compiled for: sizes (D, DV; bits KB, VB; Q rows; HK, HV
     halves of a head, padded; NK, NV pieces of RK, RV blocks of 16 rows, NS slots; RP byte rows
-    of a page;
-    NEAR tokens that lie together in a page and in a lane; lanes with C runs of W words; H2
-    channel pairs of RoPE, HP padded; PL rings of slots; PAIR bytes of keys looked up at once;
-    PARTS of a tile whose scores come one after the other; KX, VX whether levels are those of
-    windows, and then how these are read and the places VP of the values) and the layouts L*:
-    which lane and register holds what. All are constexprs."""
+    of a page; NEAR tokens that lie together in a page and in a lane; lanes with C runs of W
+    words; H2 channel pairs of RoPE, HP padded; PL rings of slots; PAIR bytes of keys looked up
+    at once; PARTS of a tile whose scores come one after the other; KX, VX whether levels are
+    those of windows, and then how these are read and the places VP of the values) and the
+    layouts L*: which lane and register holds what. All are constexprs."""
 
     __hash__, __eq__ = object.__hash__, object.__eq__  # one object per form, see `decode_form`
 
