@@ -73,9 +73,10 @@ def carry_out(a, plan):
 
 
 def names_of(row) -> str:
-    "What tells a row from others: names and counts; measured numbers may differ."
-    measured = float | list | dict
-    return repr(sorted((k, v) for k, v in row.items() if not isinstance(v, measured)))
+    "What tells a row from others: names and counts; measured numbers and when may differ."
+    measured, when = float | list | dict, {"commit", "utc"}
+    told = ((k, v) for k, v in row.items() if not (k in when or isinstance(v, measured)))
+    return repr(sorted(told))
 
 
 def join(a):
