@@ -153,7 +153,9 @@ def main():
     if a.write:
         known = json.loads(CONFIGS.read_text()) if CONFIGS.exists() else {}
         capability = "{}.{}".format(*torch.cuda.get_device_capability())
-        known[capability] = (known.get(capability, {}) if a.only else {}) | found
+        measured = {name_of(form) for form in forms}
+        kept = {k: x for k, x in known.get(capability, {}).items() if k not in measured}
+        known[capability] = (kept if a.only else {}) | found
         CONFIGS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
