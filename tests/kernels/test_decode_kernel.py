@@ -913,6 +913,7 @@ WARP = [  # calls of the kernel for tensor cores, all of them of another form
     dict(d=112, group=7, softcap=3.0),
     dict(d=64, bits=(2, 4), batch=2, sliding=200),
     dict(d=256, group=1, center="pre_rope"),
+    dict(d=240, bits=(4, 4), group=7, splits=2),
     dict(bits=(2, 2), codebook="trellis", pair="none"),
     dict(d=64, bits=(3, 3), group=8, codebook="trellis"),
 ]
@@ -922,13 +923,14 @@ WARP = [  # calls of the kernel for tensor cores, all of them of another form
 def test_a_warp_of_the_host_runs_the_kernel():
     """What is compiled for sm_90, an instruction at a time without a GPU: attention to codes in
     fp64, to int8's rounding. A kernel that does not wait for the last copy is far off."""
-    early = WARP[0] | dict(early=True)
-    *rows, mutant = ahead_of_time(*WARP, early, by="kernels.warp_decode")
-    assert len(rows) == len(WARP)
-    for row in rows:
+    early = [x | dict(early=True) for x in (WARP[0], dict(d=256, group=1))]  # four slots, two
+    rows = ahead_of_time(*WARP, *early, by="kernels.warp_decode")
+    assert len(rows) == len(WARP) + len(early)
+    for row in rows[: len(WARP)]:
         out, lse, _ = row["error"]
         assert out < 0.006 and lse < 0.003, row
-    assert not mutant["error"][0] < 0.1, mutant
+    for mutant in rows[len(WARP) :]:
+        assert not mutant["error"][0] < 0.1, mutant
 
 
 @needs_gluon
