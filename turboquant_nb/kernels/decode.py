@@ -1840,6 +1840,7 @@ _rotate_launcher = Launcher(_rotate_kernel)
 
 
 def _rotate(named: dict, s: DecodeSizes, slots: dict, after: bool = False) -> Launch:
+    "Launch the kernel for all rows of a call."
     d, rows = named["D"], named["rows"]
     named = named | dict(B=16, SLICE=min(128, padded_size(d)), AFTER=after, batch=s.batch)
     grid = -(-s.batch * rows // 16), s.heads, -(-d // 16)
