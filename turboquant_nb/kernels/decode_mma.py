@@ -1474,7 +1474,7 @@ def _key_pieces(
     for i in range(N):
         c = PART * N + i
         cp.wait_group(G.NS - 1)
-        slot, piece = c % G.NS, c
+        slot, piece = c % G.NS, c + G.NS - G.NK
         if G.VX:
             slot, piece = (c + turn) % G.NK, (c + G.NV - 1) % G.NV
         for r in gl.static_range(G.RK):
@@ -1485,13 +1485,9 @@ def _key_pieces(
                 w = _fetch(memory.key_rings, at, G.KB, G.LK)
                 scores = _scores(w, query.lo, query.hi, table, G)
             F.index(i * G.RK + r).store(scores)
-        if G.NS < G.NK:  # and NV is NK
-            if c < G.NK - G.NS:
-                _copy_k(memory.key_rings, slot, c + G.NS, K, pages, t, t >= 0, PAGED, G)
-            else:
-                v = c + G.NS - G.NK
-                _copy_v(memory.value_rings, slot, v, V, pages, t, t >= 0, PAGED, G)
-        elif c < G.NV:
+        if c < G.NK - G.NS:
+            _copy_k(memory.key_rings, slot, c + G.NS, K, pages, t, t >= 0, PAGED, G)
+        elif c < G.NK - G.NS + G.NV:
             _copy_v(memory.value_rings, slot, piece, V, pages, t, t >= 0, PAGED, G)
         else:
             cp.commit_group()
@@ -1519,7 +1515,7 @@ def _value_pieces(
         cp.wait_group(G.NV - 1)
         carry = _chain_start(_fetch(memory.value_rings, turn * G.RV + G.RV - 1, G.VB, G.LV), G)
     for c in range(G.NV):
-        slot = c % G.NS
+        slot, piece = c % G.NS, c + G.NS - G.NK
         if G.VX:
             slot = (c + turn + 1) % G.NV
             if c + 1 < G.NV:  # the last one is there
@@ -1539,14 +1535,10 @@ def _value_pieces(
             memory.sums.index(c * G.RV + r).store(
                 gl.convert_layout(acc, G.LA, assert_trivial=True)
             )
-        if G.NS < G.NK:
-            if c < G.NK - G.NS:
-                _copy_v(memory.value_rings, slot, c + G.NS, V, pages, t, t >= 0, PAGED, G)
-            else:
-                k = c + G.NS - G.NK
-                _copy_k(memory.key_rings, slot, k, K, pages, following, go, PAGED, G)
+        if c < G.NK - G.NS:
+            _copy_v(memory.value_rings, slot, c + G.NS, V, pages, t, t >= 0, PAGED, G)
         else:
-            _copy_k(memory.key_rings, slot, c, K, pages, following, go, PAGED, G)
+            _copy_k(memory.key_rings, slot, piece, K, pages, following, go, PAGED, G)
     for c in gl.static_range(G.NV, G.NK):  # their slots held no values
         _copy_k(memory.key_rings, c, c, K, pages, following, go, PAGED, G)
 
@@ -1922,7 +1914,8 @@ def decode_form(
     sizes |= dict(PAIR=8 if whole else 4)
     pieces = dict(NK=NK, NV=NV, RK=4 // NK, RV=RV, RP=page // 4, PL=max(key.bits, value.bits))
     pieces |= dict(NEAR=min(8, page // 4))
-    # half as many slots where twice as many programs fit on a multiprocessor by that
+    # half as many slots where eight programs then fit on a multiprocessor, not five; pieces of
+    # keys, and of values, must be a multiple of the slots
     pieces |= dict(NS=NK // 2 if HK == 128 and NV == NK and not value.chain else NK)
     # scores of 8 rows in two parts where 8 programs fit on a multiprocessor by that
     parts = 2 if rows == 8 and HK == 64 and max(key.bits, value.bits) == 4 else 1
